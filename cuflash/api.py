@@ -201,7 +201,7 @@ def attention(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
         deterministic, q_start, kv_start,
     )  # fmt: skip
-    _, _, o, lse = run(q, k, v, options, out, return_lse, has_gradient=False)
+    _, _, o, lse = run(q, k, v, options, out, return_lse, later=())
     return (o, lse) if return_lse else o
 
 

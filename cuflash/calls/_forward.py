@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -65,11 +65,12 @@ class Forward(NamedTuple):
 
 
 def run(
-    q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, *, has_gradient: bool = True
+    q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, later: Sequence[str] = ("backward",)
 ) -> Forward:
     """Run the forward pass of a call with the arguments of the user; only the first of identical calls checks them.
 
-    With `has_gradient`, the result has lse whatever `return_lse` is, and a plan with the dropout seed.
+    `later` are the passes that the caller runs next, as in `Plan._bind`. If there are any, the result has lse whatever
+    `return_lse` is, and a plan with the dropout seed.
     """
     options, operands = with_one_score(options, q)
     if isinstance(options.causal, np.bool):
@@ -78,12 +79,11 @@ def run(
     rows: RowsPerScale | None = None
     facts: tuple[Any, ...] = ()
     if type(q) is Quantized or type(k) is Quantized or type(v) is Quantized:
-        if has_gradient:
-            refuse(fp8.gradient_reasons(q, k, v))
+        refuse(fp8.gradient_reasons(q, k, v) if later else [])
         options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
         _refuse_quantized(q, k, v, options, fp8.call_reasons(q, k, v, options.executor, out))
         if options.executor == "cpu":
-            scaled = run(q.scaled(), k.scaled(), v.scaled(), options, None, return_lse, has_gradient=False)
+            scaled = run(q.scaled(), k.scaled(), v.scaled(), options, None, return_lse, ())
             with np.errstate(over="ignore", invalid="ignore"):
                 return scaled._replace(o=scaled.o.astype(v.source_dtype, copy=False))
         arrays, rows = kernel_calls.kernel_arrays(q, k, v), kernel_calls.rows_per_scale(q, k, v)
@@ -96,7 +96,7 @@ def run(
         layout = layout_key(*arrays.values(), *outs.values(), *arrays_of(options.tangents))
     looked_up = lookup(options, layout_key)
     contents, key = looked_up.contents, None
-    wants_lse = has_gradient or return_lse
+    wants_lse = bool(later) or return_lse
     if not checks.is_on() and type(return_lse) is bool:
         key = looked_up.key("attention", layout, *outs, wants_lse, *operands, *facts)
     call: RepeatedCall | None = looked_up.find(key)
@@ -115,7 +115,8 @@ def run(
         elif contents is not None:
             key = None
         plan = plan._without_arrays()
-        call = RepeatedCall(plan, plan._bind("forward", arrays, outs, wants_lse=wants_lse, pins=True), lists_of)
+        bound = plan._bind("forward", arrays, outs, wants_lse=wants_lse, pins=True, later=later)
+        call = RepeatedCall(plan, bound, lists_of)
         if key is not None:
             looked_up.keep(key, call, snapshot)
     else:
@@ -125,7 +126,7 @@ def run(
             require_fit(call.plan._plan, call.plan.executor, "forward", arrays, outs)
     plan, numbers = call.plan, () if options.dropout is None else numbers_of(options.dropout)
     o, *lse = call.forward.run(arrays, outs, numbers)
-    if has_gradient and numbers:
+    if later and numbers:
         plan = with_numbers(plan, numbers)
     return Forward(plan, arrays, o, lse[0] if lse else None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays import Array, namespace
@@ -38,10 +38,11 @@ class Pulled(NamedTuple):
 
 
 def push(
-    q: Any, k: Any, v: Any, directions: Directions, options: Options, out: Any = None, return_lse: Any = True
-) -> Pushed:
+    q: Any, k: Any, v: Any, directions: Directions, options: Options, out: Any = None, return_lse: Any = True,
+    later: Sequence[str] = ("jvp",),
+) -> Pushed:  # fmt: skip
     """Run the passes "forward" and "jvp" on a user's arguments; only the first of identical calls checks them."""
-    forward = run(q, k, v, options._replace(tangents=directions), out, return_lse)
+    forward = run(q, k, v, options._replace(tangents=directions), out, return_lse, later)
     plan, dots = forward.plan, directions.arrays()
     tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}
     moving = {name: array for name, array in tangents.items() if name not in (f"do{DOT}", f"dlse{DOT}")}
@@ -57,7 +58,8 @@ def pull(
 ) -> Pulled:
     """Run all four passes of a call."""
     cotangents = {"do": do} | ({} if dlse is None else {"dlse": dlse})
-    pushed = push(q, k, v, Directions("attention_hvp", dict(tangents), cotangents), options, None, return_lse)
+    directions, later = Directions("attention_hvp", dict(tangents), cotangents), ("jvp", "backward", "backward_jvp")
+    pushed = push(q, k, v, directions, options, None, return_lse, later)
     forward, plan = pushed.forward, pushed.forward.plan
     arrays = {**cotangents, **_with_results(forward, "backward")}
     gradients = named_gradients(plan._plan.problem, plan._run("backward", arrays, {}))

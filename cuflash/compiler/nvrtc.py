@@ -163,9 +163,8 @@ def cubin(spec: KernelSpec, architecture: str) -> Compiled:
     """
     started = perf_counter()
     code, log = _nvrtc(spec, architecture)
-    seconds = perf_counter() - started
     compiled_kernel = Compiled(
-        spec=spec, architecture=architecture, seconds=seconds, is_from_cache=False,
+        spec=spec, architecture=architecture, seconds=perf_counter() - started, is_from_cache=False,
         resources=_resources(log), log=log, code=code,
     )  # fmt: skip
     _compiled[spec, architecture, -1] = replace(compiled_kernel, code=b"")
@@ -205,14 +204,11 @@ def is_loaded(spec: KernelSpec, compute_capability: tuple[int, int], shared_byte
 def compiled(spec: KernelSpec, compute_capability: tuple[int, int]) -> Compiled | None:
     """Return the record of a kernel that this process compiled for a compute capability, or None if it did not."""
     name = architecture(spec, compute_capability)
-    matches = [
-        compiled_kernel for (each, chip, _), compiled_kernel in list(_compiled.items()) if (each, chip) == (spec, name)
-    ]
-    return matches[0] if matches else None
+    return next((one for (each, chip, _), one in list(_compiled.items()) if (each, chip) == (spec, name)), None)
 
 
 def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tuple[Compiled, ...]:
-    """Compile many kernels in parallel, with one thread per core.
+    """Compile many kernels in parallel, with one thread per core, the longest texts first.
 
     Parameters
     ----------
@@ -224,15 +220,19 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
     Raises
     ------
     CompileError, RuntimeError
-        The error of the first kernel that fails.
+        The error of a kernel that fails.
     """
+    specs = tuple(specs)
+    # NVRTC parses one text at a time, so that the kernel whose text takes longest to compile must not wait for others.
+    longest_first = sorted(specs, key=lambda spec: len(source(spec)), reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if isinstance(target, str):
-            return tuple(pool.map(lambda spec: cubin(spec, target), specs))
-        keys = [(spec, architecture(spec, target)) for spec in specs]
+            by_spec = dict(zip(longest_first, pool.map(lambda spec: cubin(spec, target), longest_first)))
+            return tuple(by_spec[spec] for spec in specs)
+        names = {spec: architecture(spec, target) for spec in longest_first}
         cupy, device = current_device()
-        list(pool.map(lambda key: _kernel(cupy, device, key[0], key[1], 0), keys))
-        return tuple(_compiled[spec, name, device] for spec, name in keys)
+        list(pool.map(lambda spec: _kernel(cupy, device, spec, names[spec], 0), names))
+        return tuple(_compiled[spec, names[spec], device] for spec in specs)
 
 
 @explains_keywords

@@ -205,19 +205,20 @@ class Gpu:
         """Return, by stream, the pieces of memory for workspaces of calls on the current device."""
         return self._pieces.setdefault(nvrtc.current_device()[1], {})
 
-    def prepare(self, kernels: Pass) -> None:
+    def prepare(self, kernels: Pass, *later: Pass) -> None:
         """Compile the kernels of a pass in parallel, so that a first call waits only for the slowest.
+
+        If there are any to compile, those of the passes that follow, `later`, are compiled at the same time.
 
         Raises
         ------
         RuntimeError
-            The stream is captured, and a kernel is not compiled.
+            The stream is captured, and a kernel of the first pass is not compiled.
         """
         not_compiled = _not_compiled(kernels.launches.values())
-        if not_compiled and self.stream().is_capturing():
-            _refuse_to_compile(not_compiled, _COMPILE_FIRST)
-        if len(not_compiled) > 1:
-            nvrtc.precompile(not_compiled, _capability())
+        if not_compiled:
+            not_compiled += _not_compiled(launch for each in later for launch in each.launches.values())
+            _compile(not_compiled, self)
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> Workspaces:
         """Return the memory of the workspaces of a pass."""
@@ -509,7 +510,11 @@ def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
     RuntimeError
         The stream is captured, and a kernel is not loaded yet.
     """
-    not_loaded = [spec for spec in specs if not nvrtc.is_loaded(spec, _capability())]
+    _compile([spec for spec in specs if not nvrtc.is_loaded(spec, _capability())], machine)
+
+
+def _compile(not_loaded: list[KernelSpec], machine: Gpu) -> None:
+    """Compile and load kernels in parallel; a capture of the current stream refuses to wait for this."""
     if not_loaded and machine.stream().is_capturing():
         _refuse_to_compile(not_loaded, _COMPILE_FIRST)
     nvrtc.precompile(not_loaded, _capability())

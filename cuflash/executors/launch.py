@@ -91,8 +91,8 @@ class Machine(LaunchTarget, Protocol):
     def address(self) -> Callable[[Array], int]:
         """A function that returns the address of an array's first element."""
 
-    def prepare(self, kernels: Pass) -> None:
-        """Compile the kernels of a pass, if that saves time."""
+    def prepare(self, kernels: Pass, *later: Pass) -> None:
+        """Compile the kernels of a pass, and with them those of passes that follow, if that saves time."""
 
     def layout(self, array: Array) -> Array:
         """Return an object with an array's shape, dtype, strides and address under CuPy's names."""

@@ -71,7 +71,7 @@ class Simulator:
     def current_stream(self) -> Callable[[], _NoStream]:
         return self.stream
 
-    def prepare(self, kernels: Pass) -> None:
+    def prepare(self, kernels: Pass, *later: Pass) -> None:
         """Skip compilation: a kernel is compiled when it is launched."""
 
     def maker(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Sequence[int] | None = None) -> Callable[[], Array]:

@@ -359,6 +359,7 @@ class Plan:  # numpydoc ignore=PR01
         pins: bool = False,
         axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
         machine: gpu.Gpu | None = None,
+        later: Sequence[str] = (),
     ) -> BoundPlan:
         """Bind a pass to the layouts of arrays that `require_fit` has accepted.
 
@@ -376,12 +377,17 @@ class Plan:  # numpydoc ignore=PR01
             If True, memory that a captured call uses is never freed, since the caller does not keep the plan.
         axes, machine : optional
             As in `executors.gpu.bind`.
+        later : sequence of str
+            Passes that the caller will probably run next. On a GPU, kernels of all passes are compiled in parallel.
 
         Returns
         -------
         BoundPlan
         """
         plan = self._plan if self._lists is None else self._lists.shared
+        if later and self.executor == "gpu" and not plan.is_empty:
+            passes = (plan.passes[each] for each in (name, *later) if each in plan.passes)
+            (machine or gpu.current_target()).prepare(*passes)
         return BoundPlan(plan, self.executor, name, arrays, outs, wants_lse, pins, axes, machine)
 
     def _is_launches_alone(self, name: str, outs: Collection[str]) -> bool:

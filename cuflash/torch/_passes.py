@@ -86,16 +86,14 @@ class OnGpu:
         The names of operands whose gradients `run` returns.
     lists_of : callable, optional
         Builds the lists of the mask from its arrays, if every call has to build them.
+
+    `later` are the passes that will probably run next, as in `Plan._bind`.
     """
 
     def __init__(
-        self,
-        ready: Plan,
-        layouts: dict[str, Layout],
-        outs: dict[str, Layout],
-        lists_of: Callable[[Any], Tensor] | None,
-        wants_lse: bool,
-    ) -> None:
+        self, ready: Plan, layouts: dict[str, Layout], outs: dict[str, Layout],
+        lists_of: Callable[[Any], Tensor] | None, wants_lse: bool, later: Sequence[str],
+    ) -> None:  # fmt: skip
         work, problem = ready._plan.work, ready._plan.problem
         self._ready, self._outs, self.lists_of = ready, tuple(outs), lists_of
         self.names, self.wrt = tuple(layouts), problem.wrt
@@ -104,8 +102,9 @@ class OnGpu:
         q_axes = torch_gpu.axes_in_memory(layouts["q"])
         axes = {"o": q_axes} if q_axes is not None and len(q_axes) == len(problem.o_shape()) else {}
         self._forward = ready._bind(
-            "forward", layouts | self._lists, outs, wants_lse=wants_lse, pins=True, axes=axes, machine=torch_gpu.MACHINE
-        )
+            "forward", layouts | self._lists, outs, wants_lse=wants_lse, pins=True, axes=axes,
+            machine=torch_gpu.MACHINE, later=later,
+        )  # fmt: skip
 
     def forward(
         self, outs: Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
@@ -171,14 +170,16 @@ class _WithContents(NamedTuple):
 Call: TypeAlias = OnGpu | _ByArrays | _WithContents
 
 
-def looked_up_call(tensors: dict[str, Tensor], outs: Outs, options: Options, wants_lse: bool) -> Call:
+def looked_up_call(
+    tensors: dict[str, Tensor], outs: Outs, options: Options, wants_lse: bool, later: Sequence[str] = ()
+) -> Call:
     """Return the object that runs a call; only the first of identical calls checks the arguments."""
     looked_up = lookup(options, _mask_layout)
     contents, key = looked_up.contents, _key(tensors, outs, looked_up, wants_lse)
     call: Call | None = looked_up.find(key)
     if call is None:
         lists_at_call = key is not None and contents is not None
-        call = _first(looked_up, key, tensors, outs, options, lists_at_call, wants_lse)
+        call = _first(looked_up, key, tensors, outs, options, lists_at_call, wants_lse, later)
     if isinstance(call, OnGpu) and (contents is not None or options.dropout is not None):
         lists_of = call.lists_of
         lists = () if contents is None or lists_of is None else (lists_of(*contents.arrays),)
@@ -194,7 +195,7 @@ def ran(
         with torch_gpu.within(tensors["q"]):
             return ran(tensors, outs, options, wants_lse, record)
     try:
-        call = looked_up_call(tensors, outs, options, wants_lse)
+        call = looked_up_call(tensors, outs, options, wants_lse, () if record is None else ("backward",))
         if record is None:
             return call, *call.forward(outs, *tensors.values())
         return call, *record(call, outs, *tensors.values())
@@ -237,14 +238,9 @@ def _key(arrays: dict[str, Any], outs: Outs, looked_up: Lookup, wants_lse: bool)
 
 
 def _first(
-    looked_up: Lookup,
-    key: Hashable,
-    tensors: dict[str, Tensor],
-    outs: Outs,
-    options: Options,
-    lists_at_call: bool,
-    wants_lse: bool,
-) -> OnGpu | _ByArrays:
+    looked_up: Lookup, key: Hashable, tensors: dict[str, Tensor], outs: Outs, options: Options, lists_at_call: bool,
+    wants_lse: bool, later: Sequence[str],
+) -> OnGpu | _ByArrays:  # fmt: skip
     """Check the arguments of a call with a new layout or new options, and return the object that runs it."""
     refuse(argument_reasons(tensors, outs) or executor_reasons(tensors["q"].device, options.executor))
     snapshot = looked_up.snapshot()
@@ -261,7 +257,7 @@ def _first(
         work, lists_of = ready._plan.work, None
         if isinstance(work, WorkAtCall):
             lists_of = gpu.lists_of_calls(ready._plan, work, torch_gpu.MACHINE)
-        call = OnGpu(ready._without_arrays(), layouts, written, lists_of, wants_lse)
+        call = OnGpu(ready._without_arrays(), layouts, written, lists_of, wants_lse, later)
     if key is not None and (lists_of is not None or not lists_at_call):
         looked_up.keep(key, call, snapshot)
     return call

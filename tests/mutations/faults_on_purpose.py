@@ -14,6 +14,7 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from test_cache_faults import check_a_folder_that_stores_nothing_is_passed, check_folders_are_private
 from test_memory_growth import check_workspaces_share_memory
+from test_launch import check_passes_are_compiled_together
 from test_faults import (
     CASES, Pool, check_a_call_that_runs_out_of_memory, check_checks_blame_no_kernel_for_an_earlier_one,
     check_earlier_failures_are_named,
@@ -64,6 +65,13 @@ def memory_may_run_out(library: ModuleType) -> None:
     for name in ("gradients", "gradients of a new mask", "gradients of a bias"):
         with a_machine_for(library) as machine:
             check_a_call_that_runs_out_of_memory(Pool(machine), CASES[name](library, machine), ())
+
+
+def passes_are_compiled_together(library: ModuleType) -> None:
+    """Check that calls compile the kernels of all their passes, and no others, before the first launch."""
+    for name in ("attention", "attention_vjp", "attention_jvp", "attention_hvp"):
+        with a_machine_for(library) as machine:
+            check_passes_are_compiled_together(library, machine, name)
 
 
 def workspaces_share_memory(library: ModuleType) -> None:
@@ -120,6 +128,23 @@ FAULTS = {
         ),
         "checks blame a kernel for an earlier one": Edit(
             GPU, "Gpu.launcher", "if checks.is_on():", "if False:"
+        ),
+    },
+    passes_are_compiled_together: {
+        "gradients are compiled after the forward pass": Edit(
+            "plans/plan.py", "Plan._bind", "(name, *later) if", "(name, *later[:-1]) if"
+        ),
+        "products with a Hessian are compiled one pass after the other": Edit(
+            "calls/tangents.py", "pull", '("jvp", "backward", "backward_jvp")', '("jvp",)'
+        ),
+        "calls without gradients compile the backward pass": Edit(
+            "plans/plan.py", "Plan._bind", "(name, *later) if", '(name, *later, "backward") if',
+        ),
+        "the longest text is compiled last": Edit(
+            NVRTC, "precompile", "len(source(spec)), reverse=True", "len(source(spec))"
+        ),
+        "kernels of later passes are not compiled": Edit(
+            GPU, "Gpu.prepare", "for each in later for launch", "for each in () for launch",
         ),
     },
     memory_may_run_out: {

@@ -280,6 +280,13 @@ def test_kernels_are_loaded_ahead_on_the_callers_device(cupy: Double, spec: Make
     assert [function.device for function in cupy.functions] == [1, 1]
 
 
+def test_the_longest_text_is_compiled_first(cupy: Double, spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    specs = [spec("plain", head_dim=dim) for dim in (8, 128, 64)]
+    assert [each.spec for each in room.precompile(specs, HOPPER)] == specs
+    assert cupy.compiled == [source(specs[1]), source(specs[2]), source(specs[0])]
+
+
 def test_the_cache_is_described(cupy: Double, spec: Make) -> None:
     room.kernel(spec("plain"), HOPPER)
     with cupy.cuda.Device(1):

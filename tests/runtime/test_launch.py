@@ -10,6 +10,7 @@ import sys
 import weakref
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import cupy_machine
 import numpy as np
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, ShapeDtype, layouts, masks, scores
+from cuflash.errors import CompileError
 from cuflash.executors import gpu, sim as simulated
 from cuflash.plans.conversion import as_mask_of_arrays
 from cuflash.compiler import nvrtc as compiling
@@ -663,6 +665,44 @@ def test_the_kernels_of_a_pass_are_compiled_at_once(cupy, options):
     cupy.seconds = 0.1
     ready.backward(o, q, k, v, o, lse)
     assert cupy.most_at_once == 2 and len(cupy.compiled) == 3
+
+
+def check_passes_are_compiled_together(library, machine, name):
+    """Check that a call compiles the kernels of its passes before the first launch, longest first, and no others."""
+    machine.runs_kernels = False
+    q, k, v = (machine.asarray(array) for array in (Q, K, V))
+    run, number = {
+        "attention": (lambda: library.attention(q, k, v, return_lse=True), 1),
+        "attention_vjp": (lambda: library.attention_vjp(q, k, v)[1](q), 3),
+        "attention_jvp": (lambda: library.attention_jvp(q, k, v, q), 2),
+        "attention_hvp": (lambda: library.attention_hvp(q, k, v, q, q_dot=k), 7),
+    }[name]
+    machine.launches_left = 0
+    with pytest.raises(KeyboardInterrupt), patch("os.cpu_count", return_value=1):
+        run()
+    assert len(machine.compiled) == number and machine.compiled == sorted(machine.compiled, key=len, reverse=True)
+    run()
+    assert len(machine.compiled) == number
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_vjp", "attention_jvp", "attention_hvp"])
+def test_the_kernels_of_all_passes_of_a_call_are_compiled_together(cupy, name):
+    check_passes_are_compiled_together(cuflash, cupy, name)
+
+
+def test_a_kernel_of_a_gradient_that_does_not_compile_stops_the_call_that_needs_it(cupy, monkeypatch):
+    arrays, nvrtc = [cupy.asarray(array) for array in (Q, K, V)], cupy._nvrtc
+
+    def refused(code, options):
+        if "simt_backward_statistics" in code.partition("\n")[0]:
+            raise cupy.cuda.compiler.CompileException("no such register")
+        return nvrtc(code, options)
+
+    monkeypatch.setattr(cupy, "_nvrtc", refused)
+    for _ in range(2):
+        with pytest.raises(CompileError, match="(?s)backward_statistics.*no such register"):
+            cuflash.attention_vjp(*arrays)
+    assert cuflash.attention(*arrays).shape == Q.shape
 
 
 def test_compile_leaves_nothing_for_the_first_call(cupy):

@@ -332,6 +332,17 @@ def test_calls_on_a_gpu_are_within_their_bounds_and_keep_no_tensor(machines, cas
     assert pytorch.allocated and allocated[1] == allocated[2]
 
 
+def test_a_call_that_pytorch_differentiates_compiles_the_kernels_of_both_passes(machines):
+    cupy, _ = machines
+    cupy.runs_kernels, tensors = False, [on_device(tensor) for tensor in (Q, K, V)]
+    attention(*tensors, return_lse=True)
+    assert len(cupy.compiled) == 1
+    o = attention(*(on_device(tensor.double()).requires_grad_() for tensor in (Q, K, V)))
+    assert len(cupy.compiled) == 4
+    o.backward(o.detach())
+    assert len(cupy.compiled) == 4
+
+
 def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines):
     index = an_index()
     inputs = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)]
