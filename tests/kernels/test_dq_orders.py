@@ -127,24 +127,30 @@ def test_tiles_of_a_band_share_dq_in_any_schedule(name: str, num_tiles: int, see
     assert_within_bounds(example, **outputs)
 
 
-# Runs in a separate process, which the sanitizer may end. `sys.argv`: a test structure's name, then the edit to plant,
-# if any.
+# Runs gradients in a separate process, which the sanitizer may end. `sys.argv`: a test structure's name, then the edit
+# to plant, if any.
 CHILD = """
 import contextlib, sys, tempfile
 from pathlib import Path
 from cuflash import sim
 from cuflash.executors.sim import Simulator
 from mutations import planting
-from poison import call
+import cuflash, numpy as np
+from cuflash.executors.launch import run
 from test_dq_finishing import WAYS
 from test_dq_orders import BANDS, one_tile_of_queries
-from test_sm90 import ALIGNED, SIM90, half
+from test_sm90 import SIM90, half
 way, *edit = sys.argv[1:]
 example = one_tile_of_queries(3) if way == "lists" else half(BANDS["dense"](3))
 folder = tempfile.TemporaryDirectory()
 with planting.planted(Path(folder.name), planting.Edit(*edit)) if edit else contextlib.nullcontext():
+    arrays = {name: getattr(example, name) for name in ("q", "k", "v", "do", "dlse")}
+    options = {"mask": example.mask, "scale": example.scale, "return_lse": True}
+    arrays["o"], arrays["lse"] = cuflash.attention(*(arrays[name] for name in "qkv"), **options)
     with WAYS[way].plans():
-        call(example, SIM90, Simulator(sim.Schedule(order="random"), "thread"), margin=ALIGNED)
+        plan = SIM90.kernel_plan(example)
+        gradients = {name: np.zeros(each.shape, each.dtype) for name, each in plan.gradients_made.items()}
+        run(plan, plan.kernels.backward, Simulator(sim.Schedule(order="random"), "thread"), arrays | gradients)
 print("end", file=sys.stderr)
 """
 # Races that racecheck reports: on the copy of sums to the staging buffer, and on the word that says whether a step
