@@ -310,7 +310,7 @@ def test_the_kernels_list_the_queries_of_each_block_as_numpy_does() -> None:
 
 @on_runs
 def test_results_are_within_their_bounds(run: Run) -> None:
-    @settings(run.settings, max_examples=settings.default.max_examples if is_long() else 12)
+    @settings(run.settings, max_examples=settings.default.max_examples if is_long() else 6)
     @given(chosen(has_sink=True))
     def check(example: Example) -> None:
         assert_within_bounds(run.rounded(example), **run.everything(run.rounded(example)))
