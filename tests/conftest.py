@@ -71,8 +71,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=why))
 
 
-def pytest_collection_finish() -> None:
-    """Hide the collected tests from the garbage collector, which would otherwise visit thousands of objects."""
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_objects_are_hidden() -> None:
+    """Hide all earlier objects from the garbage collector, which visits them in each of the many tests that call it."""
     gc.collect()
     gc.freeze()
 

@@ -19,9 +19,8 @@ from cuflash.fp8.rows import dequantized_rows, quantized_rows
 from cuflash.planning.decoding import decode_reasons
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example
-from executors import RUNS, SIM, Run, hostile_schedules
+from executors import SIM, Run, hostile_schedules, on_sim_and_gpu
 
-on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = {"float16": np.float16, "bfloat16": BFLOAT16}
 OF_DECODE = {
@@ -43,7 +42,7 @@ def stored_rows(rows: Any, dtype: Any) -> Any:
     return stored
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("kind", OF_DECODE)
 def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
     """Results are within the bounds of bfloat16 weights; bits are equal alone, in another order, and in any pages."""
@@ -55,7 +54,7 @@ def test_it_is_attention_to_the_rows_that_are_kept(run: Run, kind: str) -> None:
     assert_bits_are_of_own_sequences(attend, call, (o, lse), ([6], range(len(LENGTHS))[::-1]), (16, 48, 128))
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_numbers_of_8_bits_are_multiplied_exactly(run: Run, dtype: str) -> None:
     """With one key per query, lse is the score, and o is the key's row of values, for all 256 FP8 numbers but NaN."""
@@ -74,7 +73,7 @@ def test_numbers_of_8_bits_are_multiplied_exactly(run: Run, dtype: str) -> None:
         assert np.array_equal(lse[:, :, 0], np.float32(rows[:, :, 0, column]) * np.float32(0.5 / 16))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_a_row_of_nan_reaches_the_queries_that_see_it(run: Run) -> None:
     for array in ("k", "v"):
         call = drawn(NEW, (70, 33))
@@ -103,7 +102,7 @@ def test_dims_that_are_no_whole_chunks_are_refused() -> None:
 # Appending
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
 @pytest.mark.parametrize("dims", [(8, 16), (256, 3)], ids=str)
 def test_rows_are_rounded_as_on_the_host(run: Run, dtype: Any, dims: tuple[int, int]) -> None:
@@ -121,7 +120,7 @@ def test_rows_are_rounded_as_on_the_host(run: Run, dtype: Any, dims: tuple[int, 
     assert appended(run, dtype, dims, (6, 0, 0, 0), is_quantized=True)[4][0]
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_hard_numbers_are_rounded_as_on_the_host(run: Run) -> None:
     """The rows include ties, subnormals, NaN, infinities, the limits of both formats, and a single nonzero number."""
     counts = (26, 10, 1, 4)

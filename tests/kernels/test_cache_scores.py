@@ -11,10 +11,9 @@ import pytest
 from cache_calls import NEW, Drawn, assert_is_attention, cache_of, drawn, same_bits
 from cuflash.scores import Score
 from cuflash.cache import one_by_one
-from executors import CPU, GPU, RUNS, SIM, Run
+from executors import CPU, GPU, SIM, Run, on_sim_and_gpu
 from scored_caches import arrays_of, assert_is_scored_attention, chunked, mixed, of_sequences
 
-on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 KERNELS = {
     "auto": NEW | {"rows": 3, "heads": 4, "dtype": ml_dtypes.bfloat16, "sink": True},
     "sm80": NEW | {"rows": 70, "heads": 4, "window": (70, None)},
@@ -32,7 +31,7 @@ def attended(run: Run, kernel: str, call: Drawn, arrays: dict[str, Any], pages: 
     return [run.get(x) for x in output]
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scores_are_those_of_positions_and_bits_depend_on_the_own_sequence(
     run: Run, kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -52,7 +51,7 @@ def capped_distances(s: Any, b: Any, h: Any, i: Any, j: Any, first: int = 0) -> 
     return 4 * np.tanh(s / 4) - np.abs(i + first - j) / 16
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_functions_of_products_have_positions_of_the_cache(run: Run) -> None:
     """The sm90 kernel passes q . k to functions without arrays, and cache positions to functions of distances."""
     call = drawn(KERNELS["sm90"], LENGTHS).fitting()

@@ -17,13 +17,12 @@ from cuflash.executors.sim import Simulator
 from cuflash.masks import ChosenBlocks
 from cuflash.scores import Score
 from cuflash.testing import Example, assert_within_bounds
-from executors import RUNS, SIM, Run, blocks_together, hostile_schedules, needs_compiler
+from executors import RUNS, SIM, Run, blocks_together, hostile_schedules, needs_compiler, on_sim_and_gpu
 from scored_caches import arrays_of, mixed, of_one
 
 from cuflash import KVCache, UnsupportedProblem, masks
 
 LENGTHS = (300, 0, 65, 193)
-on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 on_every_run = pytest.mark.parametrize("run", RUNS, ids=str)
 
 
@@ -145,7 +144,7 @@ def test_results_are_those_of_the_chosen_blocks_alone(run: Run, name: str) -> No
     check_results(run, KINDS[name])
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_a_cache_takes_the_kernel_where_it_serves(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_of_queries, "attention", None)  # what else would serve
     for kind in KINDS.values():
@@ -165,7 +164,7 @@ def check_all_chosen(run: Run) -> None:
         assert same_bits(attended(run, call, every, pages, cache), [run.get(x) for x in expected])
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_all_blocks_give_the_bits_of_a_call_without_lists(run: Run) -> None:
     check_all_chosen(run)
 

@@ -19,14 +19,12 @@ from cuflash.executors import gpu
 from cuflash.executors.sim import Simulator
 from cuflash.planning.decoding import decode_reasons, decode_spec, num_parts
 from cuflash.planning.problem import Problem
-from executors import RUNS, SIM, Run, blocks_together, hostile_schedules
+from executors import SIM, Run, blocks_together, hostile_schedules, on_sim_and_gpu
 
 import cuflash
 
-on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 
-
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, kind: str) -> None:
     """Results are within their bounds; bits are equal alone, in another order, and in pages of any size and place."""
@@ -38,14 +36,14 @@ def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, kind: s
     assert_bits_are_of_own_sequences(attend, call, (o, lse), parts, (16, 48, 64, 128))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run) -> None:
     """Sequences use 3, 1 and 0 of the 3 rows that the call has for each."""
     call = replace(drawn(NEW | {"rows": 3, "heads": 4}, (193, 70, 9)), counts=(3, 1, 0))
     assert_rows_may_be_fewer(partial(attended, run), call)
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_numbers_out_of_range_are_counted_and_lead_nowhere(run: Run) -> None:
     assert_numbers_out_of_range_lead_nowhere(partial(attended, run), drawn(NEW, (100, 200, 33)))
 
@@ -58,7 +56,7 @@ def test_every_schedule_gives_the_same_bits(kind: str) -> None:
         assert same_bits(attended(SIM, call, device=device, target=Simulator(schedule))[:2], results)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["16 bits", "8 bits"])
 def test_parts_of_many_steps_have_the_same_bits_for_any_number_of_stages(run: Run, is_quantized: bool) -> None:
     """With fewer thread blocks, each has more stages. Steps reuse the stages many times, even if copies arrive late."""
@@ -86,7 +84,7 @@ def test_blocks_that_run_together_give_the_same_bits(kind: str) -> None:
         assert same_bits(attended(SIM, call, device=device, target=target)[:2], results)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("pages", [{}, {"page_size": 16, "num_pages": 40}], ids=["contiguous", "pages"])
 def test_a_cache_takes_the_kernel_where_it_serves(run: Run, pages: dict[str, int], monkeypatch: Any) -> None:
     call = drawn(KINDS["many parts"], (300, 7))

@@ -352,7 +352,7 @@ def assert_all_right(way: str, example: Example, run: Run, machine: Any = None) 
 
 @sampled_on_simulator(
     on_sm90, "way, name, dtype",
-    [(*case, dtype) for case, dtype in in_turn(cases_of(BANDS, LISTS, INTERVALS), HALVES)], 3,
+    [(*case, dtype) for case, dtype in in_turn(cases_of(BANDS, LISTS, INTERVALS), HALVES)], 5,
 )  # fmt: skip
 def test_gradients_are_within_their_bounds(run: Run, way: str, name: str, dtype: str) -> None:
     example = example_of(way, name, dtype)
@@ -383,7 +383,7 @@ def test_any_number_of_blocks_ends(run: Run, case: tuple[str, str], most: int) -
     ["sequences", "a window", "grouped heads", "of full sequences"],
 ))  # fmt: skip
 def test_gradients_are_within_their_bounds_under_every_schedule(way: str, name: str) -> None:
-    for schedule in hostile_schedules(name):
+    for schedule in hostile_schedules(f"{way}, {name}", 1):
         assert_all_right(way, example_of(way, name), SIM90, FewBlocks(schedule, most=1 + schedule.seed % 3))
 
 

@@ -138,7 +138,7 @@ def test_sums_of_an_array_end_with_a_tile() -> None:
 
 @needs_compiler
 def test_the_default_form_differs_in_the_sums_alone() -> None:
-    example = example_of("dropout", "causal", "128")
+    example = example_of("dropout", "causal", "128", q_batch=(), k_batch=(), v_batch=())
     ours, default = found_of(HOPPER, example), found_of(replace(HOPPER, deterministic=False), example)
     assert not plan_of(example, deterministic=False).kernels.is_repeatable
     assert all(ours[each].tobytes() == default[each].tobytes() for each in ("o", "lse", "dk", "dv"))
@@ -260,17 +260,17 @@ def test_parts_of_a_shared_gradient_are_stored() -> None:
 
 def check_stored_parts(library: Any) -> None:
     """Check that a bias's gradient is the sum over everything that shares the bias, and 0 where a mask hides scores."""
-    for shape in ((2, 4, 200, 136), (4, 200, 136), (2, 1, 200, 136), (200, 136)):
+    shapes = [(2, 4, 200, 136), (4, 200, 136), (2, 1, 200, 136), (200, 136)]
+    for shape, causal in in_turn(shapes, (False, "top_left")):
         rng = np.random.default_rng(len(shape))
         q, k, v, do = (rng.standard_normal((2, 4, rows, 80)).astype(np.float16) for rows in (200, 136, 136, 200))
         bias = rng.standard_normal(shape).astype(np.float16)
         example = Example(q=q, k=k, v=v, do=do, score=scores.bias(bias), wrt=("bias",))
-        for causal in (False, "top_left"):
-            mask = masks.Causal("top_left") if causal else None
-            _, vjp = library.attention_vjp(q, k, v, bias=bias, wrt="bias", causal=causal, **HOPPER.options)
-            dbias = vjp(do)["bias"]
-            assert_within_bounds(HOPPER.rounded(example.but(mask=mask)), others={"bias": dbias})
-            assert not causal or not dbias[..., np.triu(np.ones((200, 136), bool), 1)].any()
+        mask = masks.Causal("top_left") if causal else None
+        _, vjp = library.attention_vjp(q, k, v, bias=bias, wrt="bias", causal=causal, **HOPPER.options)
+        dbias = vjp(do)["bias"]
+        assert_within_bounds(HOPPER.rounded(example.but(mask=mask)), others={"bias": dbias})
+        assert not causal or not dbias[..., np.triu(np.ones((200, 136), bool), 1)].any()
 
 
 @needs_compiler

@@ -13,7 +13,7 @@ from cuflash.executors.sim import Simulator
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
 from cuflash.testing.memory_layouts import LAYOUTS
-from executors import GPU, SIM, Run, blocks_together, hostile_schedules, needs_compiler
+from executors import SIM, Run, blocks_together, hostile_schedules, needs_compiler, on_sim_and_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from poison import MARGIN, Guarded, PoisonedGpu
@@ -22,8 +22,6 @@ from test_score_kernels import Probe
 import cuflash
 from cuflash import DeviceSpec, masks
 
-RUNS = [pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu)]
-on_kernels = pytest.mark.parametrize("run", RUNS, ids=str)
 _TWO = {"q_batch": (2,), "k_batch": (2,), "v_batch": (2,)}
 _FEW: dict[str, Any] = {
     **_TWO, "num_heads": 4, "num_kv_heads": 2, "seqlen_q": 4, "seqlen_kv": 300, "head_dim": 24, "value_dim": 40,
@@ -95,7 +93,7 @@ def forward(example: Example, run: Run = SIM, machine: Any = None) -> tuple[Any,
     return o.result("o", run), lse.result("lse", run)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_results_are_within_their_bounds(run: Run, name: str) -> None:
     example = run.rounded(STRUCTURES[name].example())
@@ -122,7 +120,7 @@ def drawn(draw: st.DrawFn) -> Example:
     ).example()  # fmt: skip
 
 
-@on_kernels
+@on_sim_and_gpu
 @settings(max_examples=15)
 @given(example=drawn())
 def test_any_call_that_takes_the_kernel_is_within_its_bounds(run: Run, example: Example) -> None:
@@ -132,7 +130,7 @@ def test_any_call_that_takes_the_kernel_is_within_its_bounds(run: Run, example: 
     assert_within_bounds(example, o=o, lse=lse)
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_a_sink_joins_the_softmax(run: Run) -> None:
     example = run.rounded(replace(STRUCTURES["lengths"], sink=(2, 4)).example())
     sink = run.put(example.sink)
@@ -150,7 +148,7 @@ def test_every_schedule_gives_the_same_bits(name: str) -> None:
         assert all(x.tobytes() == y.tobytes() for x, y in zip(forward(example, machine=machine), results))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_keys_that_no_query_attends_never_matter(run: Run) -> None:
     example = run.rounded(STRUCTURES["lengths"].example())
     k, v = example.k.copy(), example.v.copy()
@@ -159,7 +157,7 @@ def test_keys_that_no_query_attends_never_matter(run: Run) -> None:
     assert all(x.tobytes() == y.tobytes() for x, y in zip(results, again))
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("mask", [None, masks.Lengths(kv=np.array([31, 600]))], ids=["dense", "lengths"])
 def test_score_functions_know_positions(run: Run, mask: masks.Mask | None) -> None:
     probe = Probe("float16", mask, batch=(2,), heads=(4, 1), lengths=(2, 600))

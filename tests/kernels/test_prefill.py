@@ -19,14 +19,13 @@ from cuflash.executors.sim import Simulator
 from cuflash.planning.prefill import prefill_reasons, prefill_spec
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, assert_within_bounds
-from executors import RUNS, SIM, Run, hostile_schedules
+from executors import SIM, Run, hostile_schedules, on_sim_and_gpu
 from prefill_calls import CHIP, CHUNK, FAMILIES, KINDS, LENGTHS, prefilled, with_counts
 
-on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 of_families = pytest.mark.parametrize("family", FAMILIES)
 
 
-@on_kernels
+@on_sim_and_gpu
 @of_families
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family: str, kind: str) -> None:
@@ -39,14 +38,14 @@ def test_it_is_attention_and_depends_on_its_own_sequence_alone(run: Run, family:
     assert_bits_are_of_own_sequences(attend, call, (o, lse), ([2], [0, 1]), page_sizes)
 
 
-@on_kernels
+@on_sim_and_gpu
 @of_families
 def test_rows_of_a_sequence_may_be_fewer_than_those_given(run: Run, family: str) -> None:
     """Rows that belong to no sequence may hold anything; the other rows keep the bits that they have alone."""
     assert_rows_may_be_fewer(partial(prefilled, run, family), with_counts())
 
 
-@on_kernels
+@on_sim_and_gpu
 @of_families
 def test_numbers_out_of_range_are_counted_and_lead_nowhere(run: Run, family: str) -> None:
     """Invalid page numbers, lengths and counts affect only the result of their own sequence, which stays finite."""
@@ -63,7 +62,7 @@ def test_every_schedule_gives_the_same_bits(family: str) -> None:
         assert same_bits(prefilled(SIM, family, call, paged(call, 16, 0), Simulator(schedule))[:2], results)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("pages", [{}, {"page_size": 16, "num_pages": 40}], ids=["contiguous", "pages"])
 def test_a_cache_takes_the_kernels_where_they_serve(run: Run, pages: dict[str, int], monkeypatch: Any) -> None:
     call = drawn(KINDS["grouped heads and a sink"], (193, 7)).fitting()

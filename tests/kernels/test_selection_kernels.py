@@ -111,7 +111,7 @@ def lists_by_kernel(executor: str, rule: ChoiceRule, *arrays: Any) -> Any:
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_the_kernel_keeps_what_the_specification_says(executor: str, is_wide: bool) -> None:
-    @settings(max_examples=20 if is_wide and executor == "sim" and not is_long() else 60, deadline=None)
+    @settings(max_examples=8 if is_wide and executor == "sim" and not is_long() else 60, deadline=None)
     @given(choices(is_wide=is_wide))
     def check(case: Any) -> None:
         scores, block = case[0], case[7]

@@ -261,7 +261,7 @@ def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_sched
     expected = forward(plan_of(example), example)
     assert_within_bounds(example, **expected)
     plan = on_two_blocks(plan_of(example))
-    for schedule in hostile_schedules(name):
+    for schedule in hostile_schedules(name, 1):
         results = forward(plan, example, Simulator(schedule))
         assert all(results[each].tobytes() == expected[each].tobytes() for each in expected), schedule
 

@@ -12,7 +12,7 @@ from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, assert_within, assert_within_bounds, examples
-from executors import Run, is_long, needs_compiler, on_kernels
+from executors import Run, is_long, needs_compiler, on_sim_and_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from splitting import STRUCTURES, forward, rounded, split_plan
@@ -23,7 +23,7 @@ from cuflash import DeviceSpec, ShapeDtype, masks, sim
 SPLITS = (1, 2, 3, 9)  # parts of 300 keys in steps of 128; with 9 parts, some have no step
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_results_are_within_their_bounds_for_any_number_of_splits(run: Run, name: str) -> None:
     example = rounded(STRUCTURES[name].example())
@@ -46,7 +46,7 @@ def test_every_call_may_be_split(example: Example, num_splits: int) -> None:
         assert_within_bounds(example, o=left.o, lse=left.lse)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("name", ["dense", "window", "bits", "few queries, lengths"])
 def test_what_is_made_of_parts_is_what_merge_makes_of_them(run: Run, name: str) -> None:
     example = rounded(STRUCTURES[name].example())

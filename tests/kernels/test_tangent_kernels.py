@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
+from cuflash.compiler import nvrtc as compiling
 from cuflash.executors import sim as simulated
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within, tangents as of_tests
 from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, movings
-from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler
+from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler, on_sim_and_gpu
 from hypothesis import given
 
 import cuflash
 
-RUNS = (pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu))
-on_kernels = pytest.mark.parametrize("run", RUNS, ids=str)
 QKV = dict.fromkeys("qkv", "normal")
 EVERY = QKV | {"sink": "normal"}
 TWO = {"q_batch": (2,), "k_batch": (1,), "v_batch": (2,)}
@@ -79,7 +78,7 @@ def holds_for(run: Run, test: Any, **drawn: Any) -> None:
     run.settings(given(movings(**drawn))(of_kernels))()
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_tangents_are_within_their_bounds(run: Run) -> None:
     def agree(moving: Moving) -> None:
         outputs, example = check(run, moving), moving.example
@@ -93,7 +92,7 @@ def test_tangents_are_within_their_bounds(run: Run) -> None:
     holds_for(run, agree, has_sink=True, has_dropout=True)
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_tangents_of_score_functions_are_within_their_bounds(run: Run) -> None:
     def agree_with_scores(moving: Moving) -> None:
         check(run, moving)
@@ -105,7 +104,7 @@ def curved(s, b, h, i, j, temperature, slope):
     return temperature[h] * 3 * np.tanh(s / 3) - slope[h] * np.abs(i - j)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_every_feature_at_once_is_within_its_bounds(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
@@ -117,7 +116,7 @@ def test_every_feature_at_once_is_within_its_bounds(run: Run, dtype: str) -> Non
         check(run, moved_along(example, {name: kinds[name] for name in names}, layout="padded"))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_an_absent_tangent_is_one_of_zeros(run: Run) -> None:
     example = replace(FULL, dtype="float16").example()
     every = moved_along(example, EVERY).tangents
@@ -127,7 +126,7 @@ def test_an_absent_tangent_is_one_of_zeros(run: Run) -> None:
         same(push(run, Moving(example, own)), push(run, Moving(example, full)))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_a_drift_that_all_keys_share_costs_no_digits(run: Run) -> None:
     """Tangents of scores are relative to a center of their row; else their common drift would multiply o's rounding."""
     mask = masks.Dense(np.arange(700) % 70 <= np.arange(60)[:, None])
@@ -138,7 +137,7 @@ def test_a_drift_that_all_keys_share_costs_no_digits(run: Run) -> None:
     assert moving.bounds.o_dot.max() < drift / 4
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_rows_of_several_steps_have_one_center(run: Run) -> None:
     """A row's center comes from its first step, even while other rows of the tile wait for their first keys."""
     rng = np.random.default_rng(0)
@@ -149,7 +148,7 @@ def test_rows_of_several_steps_have_one_center(run: Run) -> None:
         check(run, Moving(example, {"q": q_dot, "v": example.v, "k": later}))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_rows_without_a_key_have_tangents_of_zero(run: Run) -> None:
     example = replace(FULL, dropout=None, mask=masks.Dense(ROWS)).example()
     without = moved_along(example.but(sink=None), {"q": "normal", "v": "normal"})
@@ -160,7 +159,7 @@ def test_rows_without_a_key_have_tangents_of_zero(run: Run) -> None:
         np.testing.assert_array_equal(outputs["lse_dot"][..., ::3], np.broadcast_to(sink_dot[:, None], (2, 4, 30)))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_absent_keys_do_not_matter(run: Run) -> None:
     blocks = masks.BlockPattern(np.array([[1, 0], [1, 0]], bool), (64, 512))
     for mask, seen in ((blocks, 512), (masks.Lengths(kv=600), 600)):
@@ -172,7 +171,7 @@ def test_absent_keys_do_not_matter(run: Run) -> None:
         same(push(run, moving), push(run, Moving(example, poisoned)))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_nan_and_infinities_reach_what_they_should(run: Run) -> None:
     q = k = v = np.ones((3, 4), np.float32)
     mask = np.array([[1, 0, 0], [1, 1, 0], [1, 1, 1]], bool)
@@ -204,7 +203,7 @@ def test_nan_and_infinities_reach_what_they_should(run: Run) -> None:
     assert np.isneginf(lse[0]) and not o_dot[0].any() and lse_dot[0] == 0 and np.isfinite(lse_dot[1])
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_grouped_heads_are_repeated_ones(run: Run) -> None:
     moving = moved_along(replace(FULL, dropout=None).example(), EVERY)
     repeated = {name: np.repeat(getattr(moving.example, name), 2, axis=-3) for name in "kv"}
@@ -212,7 +211,7 @@ def test_grouped_heads_are_repeated_ones(run: Run) -> None:
     same(push(run, moving), push(run, Moving(moving.example.but(**repeated), dots)))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_packed_sequences_are_one_call_each(run: Run) -> None:
     offsets = np.array([0, 30, 31, 90])
     example = Structure(num_heads=2, seqlen_q=90, seqlen_kv=90, mask=masks.Sequences(offsets, causal=True)).example()
@@ -227,7 +226,7 @@ def test_packed_sequences_are_one_call_each(run: Run) -> None:
             assert_within(name, alone[name], outputs[name][:, start:stop], 2 * bound)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_masks_of_every_kind_are_their_dense_mask(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
@@ -243,7 +242,7 @@ def test_masks_of_every_kind_are_their_dense_mask(run: Run, dtype: str) -> None:
         check(run, moved_along(example, QKV))
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize(("dtype", "dims"), [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 200))])
 def test_wide_rows_are_within_their_bounds(run: Run, dtype: str, dims: tuple[int, int]) -> None:
     """Full tiles of 16-bit rows, and tiles of more than 128 columns."""
@@ -252,7 +251,7 @@ def test_wide_rows_are_within_their_bounds(run: Run, dtype: str, dims: tuple[int
         check(run, moved_along(Structure(num_heads=2, num_kv_heads=1, mask=mask, **sizes).example(), QKV))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_powers_of_two_come_through_exactly(run: Run) -> None:
     moving = moved_along(FULL.example(), EVERY)
     once, scaled = push(run, moving), push(run, moving.scaled(2.0**-4))
@@ -260,7 +259,7 @@ def test_powers_of_two_come_through_exactly(run: Run) -> None:
         np.testing.assert_array_equal(scaled[name], 2.0**-4 * once[name], err_msg=name)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0**40])
 def test_scales_of_any_size_are_taken(run: Run, scale: float) -> None:
     small = 2.0**-40 if scale > 1 else 1.0
@@ -271,7 +270,7 @@ def test_scales_of_any_size_are_taken(run: Run, scale: float) -> None:
     check(run, Moving(example, {name: x * np.float32(factors[name]) for name, x in moving.tangents.items()}))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_pushing_forward_is_dual_to_pulling_back(run: Run) -> None:
     moving = moved_along(FULL.example(), EVERY)
     example, outputs = moving.example, push(run, moving)
@@ -284,7 +283,7 @@ def test_pushing_forward_is_dual_to_pulling_back(run: Run) -> None:
     assert abs(sum(inner)) <= 2 * sum(np.sum(np.abs(x) * bound) for x, _, bound in pairs)
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_axes_that_do_not_fold_take_several_launches(run: Run) -> None:
     example = Structure(
         q_batch=(2, 2, 2, 2), k_batch=(2, 1, 2, 1), v_batch=(1, 2, 1, 2), num_heads=2, seqlen_q=20, seqlen_kv=30,
@@ -293,7 +292,7 @@ def test_axes_that_do_not_fold_take_several_launches(run: Run) -> None:
     check(run, moved_along(example, EVERY))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_calls_without_keys_have_tangents_of_zero(run: Run) -> None:
     example = Structure(num_heads=2, seqlen_q=5, seqlen_kv=0, sink=(2,)).example()
     moving = moved_along(example, EVERY)
@@ -307,7 +306,7 @@ def test_calls_without_keys_have_tangents_of_zero(run: Run) -> None:
 def test_bits_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     moving = moved_along(replace(FULL, dtype=dtype).example(), EVERY)
     expected = push(SIM, moving)
-    for schedule in hostile_schedules(f"tangents {dtype}", 3):
+    for schedule in hostile_schedules(f"tangents {dtype}", 1):
         monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
         same(push(SIM, moving), expected)
 
@@ -384,7 +383,7 @@ def test_sm90_keeps_a_drift_that_all_keys_share_exact(run: Run) -> None:
 def test_bits_of_sm90_tangents_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     run, moving = replace(SIM, kernel="sm90"), moved_along(HOPPER.example(), EVERY)
     expected = push(run, moving)
-    for schedule in hostile_schedules("sm90 tangents", 3):
+    for schedule in hostile_schedules("sm90 tangents"):
         monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
         same(push(run, moving), expected)
 
@@ -433,7 +432,7 @@ def check_gradients(run: Run, moving: Moving) -> None:
     assert_tangents_within_bounds(moving, **pull(run, moving))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_tangents_of_gradients_are_within_their_bounds(run: Run) -> None:
     def agree_second(moving: Moving) -> None:
         check_gradients(run, moving)
@@ -442,7 +441,7 @@ def test_tangents_of_gradients_are_within_their_bounds(run: Run) -> None:
     run.settings(given(movings(**(drawn if is_long() else dict(run.drawn) | drawn)))(agree_second))()
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_tangents_of_gradients_have_every_feature(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
@@ -454,7 +453,7 @@ def test_tangents_of_gradients_have_every_feature(run: Run, dtype: str) -> None:
         check_gradients(run, moved_along(example, {name: kinds[name] for name in names}, layout="padded"))
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_masks_of_every_kind_serve_second_derivatives(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
@@ -470,7 +469,7 @@ def test_masks_of_every_kind_serve_second_derivatives(run: Run, dtype: str) -> N
             check_gradients(run, moved_along(example, dict.fromkeys(names, "normal")))
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize(("dtype", "dims"), [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 20))])
 def test_wide_rows_have_second_derivatives(run: Run, dtype: str, dims: tuple[int, int]) -> None:
     """Full tiles of 16-bit rows, and tiles of more than 128 columns."""
@@ -479,7 +478,7 @@ def test_wide_rows_have_second_derivatives(run: Run, dtype: str, dims: tuple[int
     check_gradients(run, moved_along(example, QKV | {"do": "normal"}))
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_the_hessian_is_symmetric(run: Run) -> None:
     example = FULL.example()
     first, other = (moved_along(example, EVERY, seed=seed) for seed in (1, 2))
@@ -492,7 +491,7 @@ def test_the_hessian_is_symmetric(run: Run) -> None:
     assert abs(products[0] - products[1]) <= off
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
     """In such rows do and its tangent have no effect, even as NaN; for the sink's gradient only dlse_dot matters."""
     example = replace(FULL, dropout=None, mask=masks.Dense(ROWS)).example()
@@ -506,7 +505,7 @@ def test_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
         np.testing.assert_array_equal(outputs[name], wanted[name], err_msg=name)
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_absent_tangents_of_gradients_are_zeros(run: Run) -> None:
     every = moved_along(FULL.example(), EVERY | {"do": "normal", "dlse": "normal"})
     for names in (("v", "dlse"), ("k", "sink"), ("q", "do")):
@@ -519,7 +518,7 @@ def test_absent_tangents_of_gradients_are_zeros(run: Run) -> None:
 def test_bits_of_second_derivatives_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     moving = moved_along(FULL.example(), EVERY | {"do": "normal"})
     expected = pull(SIM, moving)
-    for schedule in hostile_schedules("tangents of gradients", 3):
+    for schedule in hostile_schedules("tangents of gradients"):
         monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
         same(pull(SIM, moving), expected)
 
@@ -592,7 +591,7 @@ def test_sm90_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
 def test_bits_of_sm90_second_derivatives_do_not_depend_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     run, moving = replace(SIM, kernel="sm90"), moved_along(HOPPER.example(), EVERY | {"do": "normal"})
     expected = pull(run, moving)
-    for schedule in hostile_schedules("sm90 tangents of gradients", 3):
+    for schedule in hostile_schedules("sm90 tangents of gradients"):
         monkeypatch.setattr(simulated, "_SIMULATOR", Simulator(schedule))
         same(pull(run, moving), expected)
 
@@ -620,7 +619,10 @@ def test_a_plan_takes_tangents_that_it_was_not_planned_for() -> None:
             same({"o_dot": o_dot, "lse_dot": lse_dot}, push(SIM, Moving(example, own)))
 
 
-def test_precompile_compiles_what_tangents_names(nvrtc: Any) -> None:
+def test_precompile_compiles_what_tangents_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = "Used 9 registers\n0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+    monkeypatch.setattr(compiling, "_nvrtc", lambda spec, architecture: (b"", log))
+    monkeypatch.setattr(compiling, "_compiled", {})
     options = {"device": DeviceSpec.gpu("A100"), "causal": True}
     names = [
         [each.spec.entry.name for each in cuflash.precompile(SHAPE, SHAPE, SHAPE, **options, **more)]

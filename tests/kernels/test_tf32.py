@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import DETERMINISTIC, Run, in_turn, needs_compiler, on_kernels, on_kernels_for, sampled_on_simulator
+from executors import (
+    DETERMINISTIC, Run, in_turn, needs_compiler, on_kernels, on_kernels_for, on_sim_and_gpu, sampled_on_simulator,
+)  # fmt: skip
 from hypothesis import given, target
 from poison import call
 
@@ -70,7 +72,7 @@ def tame() -> Iterator[Structure]:
         yield one_entry(MASKS["causal"], values=values)
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_three_products_are_as_good_as_float32_and_one_is_not(run: Run) -> None:
     for each in tame():
         example = each.example()
@@ -87,14 +89,14 @@ def test_all_dims_are_served(run: Run, head_dim: int, value_dim: int) -> None:
     assert_within_bounds(example, **run.everything(example))
 
 
-@on_kernels
+@on_sim_and_gpu
 @at_both
 def test_nan_is_seen_by_those_who_attend_it(run: Run, precision: str) -> None:
     example = structure(masks.SlidingWindow(5, 0, "bottom_right")).example().but(precision=precision)
     v = example.v.copy()
     # the NaN that GPUs produce; rounding its bits would overflow
     v[..., 100, :] = np.uint32(0x7FFFFFFF).view(np.float32)
-    o = run.everything(example.but(v=v))["o"]
+    o = run.attention(example.q, example.k, v, mask=example.mask, scale=example.scale, precision=precision)
     # and rows of queries that share a tile with them: 0 * NaN is NaN
     assert np.isnan(o[example.allowed[..., 100]]).all()
 

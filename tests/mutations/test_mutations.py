@@ -87,6 +87,21 @@ RUN_IN_LONG = (
     tangent_kernels.scores_have_second_derivatives, ranks.ranks_agree, ranks.buffers_are_used_in_turn,
     ranks.faults_end_all_ranks, ranks.bits_do_not_depend_on_the_order_of_arrival, ranks.parts_are_rows_of_the_whole,
     ranks.kernels_see_places, ranks.kernels_draw_at_places, ranks.streams_wait_for_events, ranks.processes_agree,
+    selector_guards.the_kernel_chooses, selector_guards.thread_blocks_choose_from_wide_rows,
+    selector_guards.the_kernel_makes_means, selector_guards.the_kernels_of_pages_and_slashes_are_right,
+    selector_guards.the_kernel_draws, mass_guards.groups_of_columns_are_turned, query_selectors.the_kernel_scores,
+    query_selectors.the_kernel_lists, dq_in_order.checks_pass_where_no_key_is_seen,
+    dq_in_order.sums_of_arrays_end_with_a_tile, dq_in_order.tiles_without_keys_have_no_sums, results.parts_are_merged,
+    results.results_are_compared, chosen_kernels.lists_of_an_index_are_joined, chosen_kernels.tiles_are_right,
+    chosen_kernels.sums_of_few_heads_are_right, chosen_kernels.large_groups_repeat,
+    chosen_kernels.large_groups_repeat_on_hopper, chosen_kernels.tiles_on_hopper_are_right,
+    chosen_kernels.parts_on_hopper_are_added, chosen_pages.bounds_are_right, chosen_pages.lists_are_right,
+    chosen_pages.many_pages_are_listed, chosen_pages.results_are_right, chosen_pages.windows_are_right,
+    chosen_pages.all_blocks_are_all_keys, chosen_pages.eight_bits_are_right, chosen_pages.scores_are_right,
+    chosen_pages.kernels_keep_bounds, few_queries.results_are_right, few_queries.parts_are_apart,
+    few_queries.other_keys_never_matter, few_queries.scores_are_right, staged_arrays.unaligned_steps_are_right,
+    staged_arrays.hidden_elements_have_no_gradient, score_products.distances_are_right,
+    score_kernels.packed_heads_are_exact, blocks.lengths_are_set_after_they_are_read,
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def test_the_exact_answer_rounded_once_is_within_the_bound(example):
     assert_within_bounds(example, **rounded, lse=lse)
 
 
-@given(examples().filter(faulty_attention.can_serve))
+@given(examples(most_scores=1 << 14).filter(faulty_attention.can_serve))
 def test_a_kernel_that_rounds_p_to_the_storage_dtype_is_within_the_bound(example):
     example = example.but(product_dtype=example.q.dtype)
     options = {"mask": example.dense_mask, "scale": example.problem.softmax_scale}

@@ -15,13 +15,12 @@ from cuflash import KVCache, UnsupportedProblem
 from cuflash.executors.sim import Simulator
 from cuflash.planning.appending import append_pass
 from cuflash.planning.decoding import CacheLayout
-from executors import RUNS, Run, blocks_together, hostile_schedules
+from executors import SIM, Run, blocks_together, hostile_schedules, on_sim_and_gpu
 
-on_kernels = pytest.mark.parametrize("run", RUNS[1:], ids=str)
 RNG = np.random.default_rng(0)
 
 
-@on_kernels
+@on_sim_and_gpu
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("dims", [(8, 16), (8, 3)], ids=str)
 def test_rows_go_behind_those_that_are_there(run: Run, dtype: Any, dims: tuple[int, int]) -> None:
@@ -34,7 +33,7 @@ def test_rows_go_behind_those_that_are_there(run: Run, dtype: Any, dims: tuple[i
     assert appended(run, dtype, dims, (6, 0, 0, 0))[4][0] and appended(run, dtype, dims, (-1, 0, 0, 0))[4][0]
 
 
-@on_kernels
+@on_sim_and_gpu
 def test_blocks_that_share_a_sequence_agree_on_its_length(run: Run) -> None:
     rows, k, v, lengths, _ = appended(run, np.float32, (256, 256), (26, 10, 1, 4), num_rows=26)
     pages, wanted = expected(rows, (26, 10, 1, 4))
@@ -45,7 +44,7 @@ def test_blocks_that_share_a_sequence_agree_on_its_length(run: Run) -> None:
 
 def test_every_schedule_appends_alike() -> None:
     for schedule in hostile_schedules("append"):
-        rows, k, v, lengths, _ = appended(RUNS[1].values[0], np.float16, (8, 8), None, target=Simulator(schedule))
+        rows, k, v, lengths, _ = appended(SIM, np.float16, (8, 8), None, target=Simulator(schedule))
         pages, wanted = expected(rows, [5] * 4)
         assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted
 
@@ -54,7 +53,7 @@ def test_blocks_that_run_together_append_alike() -> None:
     """The last of a sequence's blocks to read its length writes the new length, without a race between the blocks."""
     for target in blocks_together("append"):
         rows, k, v, lengths, _ = appended(
-            RUNS[1].values[0], np.float32, (256, 256), (26, 10, 1, 4), num_rows=26, target=target
+            SIM, np.float32, (256, 256), (26, 10, 1, 4), num_rows=26, target=target
         )
         pages, wanted = expected(rows, (26, 10, 1, 4))
         assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1]) and lengths.tolist() == wanted

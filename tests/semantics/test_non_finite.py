@@ -20,7 +20,9 @@ from cuflash.testing import (
     Example, Structure, assert_non_finite, assert_within, assert_within_bounds, examples, non_finite, oracle,
 )  # fmt: skip
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
-from executors import CPU, GPU, SIM, Run, holds_for_examples, in_turn, needs_compiler, on_every_backward
+from executors import (
+    CPU, GPU, SIM, Run, holds_for_examples, in_turn, needs_compiler, on_every_backward, on_sim_and_gpu,
+)  # fmt: skip
 from hypothesis import given
 from hypothesis import strategies as st
 from poison import PoisonedGpu
@@ -211,11 +213,6 @@ def test_the_property_holds_of_calls_with_a_bool_array(run: Run, example: Exampl
 # Tiles with keys that several blocks share, and merged parts
 
 
-SPLITS = pytest.mark.parametrize(
-    "run", [pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu)], ids=str
-)
-
-
 def assert_parts_follow_the_rule(
     run: Run = SIM, group_size: int = 1, seqlen_q: int = 70, scale: float | None = None
 ) -> None:
@@ -232,7 +229,7 @@ def assert_parts_follow_the_rule(
     assert_non_finite(example, o=run.get(o), lse=run.get(lse))
 
 
-@SPLITS
+@on_sim_and_gpu
 @pytest.mark.parametrize("scale", [None, 30.0])
 @pytest.mark.parametrize(("group_size", "seqlen_q"), [(1, 70), (2, 10)])
 def test_parts_of_keys_give_what_all_give(run: Run, group_size: int, seqlen_q: int, scale: float | None) -> None:

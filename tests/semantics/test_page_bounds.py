@@ -13,7 +13,7 @@ from cuflash.cache.pages import Growth
 from cuflash.masks import ChosenBlocks
 from cuflash.planning.appending import append_pass
 from cuflash.planning.decoding import CacheLayout
-from executors import RUNS, Run
+from executors import Run, on_sim_and_gpu
 
 import cuflash
 from cuflash import UnsupportedProblem
@@ -100,7 +100,7 @@ def check_kernel(run: Run) -> None:
     assert run.get(arrays["lengths"]).tolist() == [18, 0, 52] and not run.get(arrays["num_faults"]).any()
 
 
-@pytest.mark.parametrize("run", RUNS[1:], ids=str)
+@on_sim_and_gpu
 def test_the_kernel_writes_the_bounds_of_new_rows(run: Run) -> None:
     check_kernel(run)
 

@@ -16,7 +16,7 @@ from cuflash.planning.decoding import CacheLayout
 from cuflash.planning.list_kernels import AT_CALL
 from cuflash.planning.selection_kernels import ChoiceRule
 from cuflash.selectors import Budget, Forced
-from executors import RUNS, Run
+from executors import Run, on_sim_and_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +160,7 @@ def check_kernels(run: Run, case: Case, planning: Any = page_choice) -> None:
     np.testing.assert_array_equal(run.get(arrays[AT_CALL]), expected(case, q, k, num_places))
 
 
-@pytest.mark.parametrize("run", RUNS[1:], ids=str)
+@on_sim_and_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_choose_what_the_host_does(run: Run, name: str) -> None:
     check_kernels(run, CASES[name])

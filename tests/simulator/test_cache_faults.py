@@ -331,7 +331,7 @@ print(sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in childr
 
 @pytest.mark.slow
 def test_64_processes_share_a_cache_whose_files_come_and_go(tmp_path: Path) -> None:
-    rounds = 20 if os.environ.get("CUFLASH_PROFILE") == "long" else 2
+    rounds = 20 if os.environ.get("CUFLASH_PROFILE") == "long" else 1
     assert run(CROWD, str(tmp_path), "64", str(rounds)) == "0\n"
     left = [path.name for path in (tmp_path / "sim").iterdir()]
     assert all(name.startswith("kernel-") for name in left), left

@@ -232,6 +232,9 @@ DETERMINISTIC = (
 )
 KERNELS = (*RUNS[1:], *DETERMINISTIC)
 
+# For tests of results other than gradients, which `deterministic=True` does not change.
+on_sim_and_gpu = pytest.mark.parametrize("run", RUNS[1:], ids=str)
+
 on_every_executor = pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run))
 on_every_backward = pytest.mark.parametrize("run", (*RUNS, *DETERMINISTIC), ids=lambda run: str(run))
 on_every_deterministic_backward = pytest.mark.parametrize("run", (CPU, *DETERMINISTIC), ids=lambda run: str(run))

@@ -7,7 +7,6 @@ C library. They are compiled, because arrays are also freed while Python raises 
 from __future__ import annotations
 
 import ctypes
-import gc
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -63,7 +62,6 @@ class NumpyMemory:
 
     def used_bytes(self) -> int:
         """Return how many bytes are allocated and not freed."""
-        gc.collect()
         return _number("live").value
 
     def allocations(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,3 +22,11 @@ def refused(call: Callable[[], Any]) -> str:
     with pytest.raises((cuflash.UnsupportedProblem, TypeError)) as caught:
         call()
     return str(caught.value)
+
+
+def require_reasons(call: Callable[[], Any], starts: Sequence[str]) -> None:
+    """Require that a call is refused for reasons that start like these, in any order, and for no others."""
+    reasons = reasons_of(call)
+    assert len(reasons) == len(starts), reasons
+    for start in starts:
+        assert any(reason.startswith(start) for reason in reasons), reasons
