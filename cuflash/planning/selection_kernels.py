@@ -202,7 +202,7 @@ class ChoiceRule:
             "seqlen_q": self.lengths[0], "block_q": self.block[0], "block_kv": self.block[1],
             "count": min(self.count, num_kv_blocks), "has_threshold": self.threshold is not None,
             "is_causal": self.is_causal, "num_sinks": min(self.num_sinks, num_kv_blocks),
-            "num_local": min(self.num_local, num_kv_blocks), "has_diagonal": self.has_diagonal,
+            "num_local": min(self.num_local, np.iinfo(np.int32).max), "has_diagonal": self.has_diagonal,
             "keeps_places": keeps_places, "keeps_bits": keeps_bits, "most": min(self.most, num_kv_blocks),
             "list_length": self.list_length, "is_past_only": self.is_past_only,
         }  # fmt: skip

@@ -135,6 +135,21 @@ def test_rows_longer_than_shared_memory_are_chosen_from(executor: str, shape: An
         check_choice(executor, (scores, None, None, None, *given_rule))
 
 
+def check_local_blocks_past_the_last_key(executor: str = "sim", planning: Any = selection_kernels) -> None:
+    """Check queries that are more blocks after the last key than there are blocks of keys."""
+    lengths, block, scores = (40, 9), (8, 8), np.zeros((1, 5, 2), np.float32)
+    for local in range(1, 8):
+        budget, must = Budget(threshold=1.0, min_blocks=0), Forced(local=local, diagonal=False)
+        expected = np.array([[[n - local < column <= n for column in range(2)] for n in range(5)]])
+        rule = planning.ChoiceRule(**vars(rule_of(budget, must, lengths, block, 0, False)))
+        np.testing.assert_array_equal(kept_by_kernel(executor, rule, scores, None, None, None), expected)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_local_blocks_are_counted_from_queries_past_the_last_key(executor: str) -> None:
+    check_local_blocks_past_the_last_key(executor)
+
+
 def check_pair(planning: Any = selection_kernels) -> None:
     """Check that one launch chooses from two grids, each with its own rule, in any order of warps."""
     rng = np.random.default_rng(0)

@@ -19,8 +19,8 @@ from test_masked_selectors import (
 )  # fmt: skip
 from test_recall import EXACT, tolerance, weights
 from test_selection_kernels import (
-    check_choice, check_draws, check_key_scores, check_means, check_page_bounds, check_pair, check_runs, check_slashes,
-    check_spread,
+    check_choice, check_draws, check_key_scores, check_local_blocks_past_the_last_key, check_means,
+    check_page_bounds, check_pair, check_runs, check_slashes, check_spread,
 )  # fmt: skip
 from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
 
@@ -126,6 +126,7 @@ def selections_tell_kernels_where(library: ModuleType) -> None:
     check_key_scores(np.dtype(np.float16), planning=planning)
     check_page_bounds(planning=planning)
     check_runs(planning)
+    check_local_blocks_past_the_last_key(planning=planning)
 
 
 def fixed_blocks_stay(library: ModuleType) -> None:

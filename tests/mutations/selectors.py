@@ -262,6 +262,10 @@ FAULTS = {
         ),
     },
     selector_guards.selections_tell_kernels_where: {
+        "no more local blocks are forced than there are blocks of keys": Edit(
+            "planning/selection_kernels.py", "ChoiceRule.numbers", "min(self.num_local, np.iinfo(np.int32).max)",
+            "min(self.num_local, num_kv_blocks)",
+        ),
         "runs begin at each row": Edit(LAUNCHES, "runs_of_rows", "row_step * stride", "row_step"),
         "all batch entries share keys": Edit(
             LAUNCHES, "layout_of_rows", "step if extent == size else 0", "0"
