@@ -208,7 +208,7 @@ FAULTS = {
         ),
         "captured arrays have dtypes that JAX lacks": Edit(
             "jax/_entry.py", "_with_arrays_of_jax",
-            "if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):", "if True:",
+            "all(array.dtype == score.arrays[name].dtype for name, array in arrays.items())", "True",
         ),
     },
     interop_guards.parts_of_a_mesh_are_differentiated: {
@@ -273,6 +273,11 @@ FAULTS = {
         "subnormal numbers are flushed": Edit(
             "jax/_runs.py", "_subnormal_numbers", "ctypes.pythonapi.fesetenv(ctypes.c_void_p(-1))", "pass"
         ),
+    },
+    interop_guards.equal_calls_of_jax_are_traced_once: {
+        "calls are traced again": Edit("jax/_call.py", "kept", "if key is not None:", "if False:"),
+        "gradients are traced again": Edit("jax/_entry.py", "called", "run if key is None else jax.jit(run)", "run"),
+        "an array that is a mask is a constant": Edit("jax/_call.py", "separated", "isinstance(mask, jax.Array)", "False"),
     },
     interop_guards.second_derivatives_of_jax_are_right: {
         "o_dot of the cotangents is that of zeros": Edit(
