@@ -44,35 +44,38 @@ class Slot:
 
 def separated(q: Any, k: Any, v: Any, options: Options) -> tuple[Options, dict[str, Any]]:
     """Return options in which shapes (slots in masks) replace arrays of JAX, and all arrays by name."""
-    arrays, dropout = {"q": q, "k": k, "v": v}, options.dropout
-    seed, slots = {}, dict[str, jax.Array]()
+    arrays, mask, dropout, seed = {"q": q, "k": k, "v": v}, options.mask, options.dropout, None
     if isinstance(dropout, Dropout) and dropout._draws.threshold:
-        seed[SEED] = _seed_words(dropout.seed)
+        seed = _seed_words(dropout.seed)
         options = options._replace(dropout=_with_array(dropout.p, dropout.offset))
     options, operands = with_one_score(options)
     if operands:
-        operands.pop(SEED, None)
-        options = options._replace(sink=None)
-    score, mask = options.score, options.mask
-    if isinstance(score, Score) and score.arrays:
-        score = score._over({name: _shape_of(array) for name, array in score.arrays.items()})
-        options = options._replace(score=score)
-    if isinstance(mask, jax.Array):
-        options = options._replace(mask=Dense(_slot_of(mask, slots)))
-    elif isinstance(mask, Mask) and any(isinstance(each, jax.Array) for each in held_arrays(mask)):
-        options = options._replace(mask=mask.to(lambda array: _slot_of(array, slots)))
-    return options, {**arrays, **operands, **seed, **slots}
+        arrays |= operands
+        score = options.score
+        if isinstance(score, Score) and score.arrays:
+            score = score._over({name: _shape_of(array) for name, array in score.arrays.items()})
+        options = options._replace(score=score, sink=None)
+    if seed is not None:
+        arrays[SEED] = seed
+    if mask is not None:
+        slots: dict[str, jax.Array] = {}
+        if isinstance(mask, jax.Array):
+            options = options._replace(mask=Dense(_slot_of(mask, slots)))
+        elif isinstance(mask, Mask) and any(isinstance(each, jax.Array) for each in held_arrays(mask)):
+            options = options._replace(mask=mask.to(lambda array: _slot_of(array, slots)))
+        arrays |= slots
+    return options, arrays
 
 
-def kept(looked_up: Lookup, key: Hashable, make: Callable[[], Any]) -> Any:
+def from_cache(looked_up: Lookup, key: Hashable, make: Callable[[], Any]) -> Any:
     """Return the object of a key from the cache of calls, or a new one, which is kept if there is a key."""
-    found = looked_up.find(key)
-    if found is None:
+    known = looked_up.find(key)
+    if known is None:
         snapshot = looked_up.snapshot()
-        found = make()
+        known = make()
         if key is not None:
-            looked_up.keep(key, found, snapshot)
-    return found
+            looked_up.keep(key, known, snapshot)
+    return known
 
 
 def has_key(looked_up: Lookup, arrays: Collection[str]) -> bool:
@@ -120,7 +123,7 @@ class JaxCall:
         if self.has_key and not checks.is_on():
             full = self.looked_up.key(what, key, tuple(self.dtypes.items()), numbers_of(self.options.dropout))
         if full is not None:
-            return kept(self.looked_up, full, make)
+            return from_cache(self.looked_up, full, make)
         if (what, key) not in self._own:
             self._own[what, key] = make()
         return self._own[what, key]

@@ -17,7 +17,7 @@ from ..planning.dropout_launches import numbers_of
 from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..scores import Score
-from ._call import JaxCall, has_key, kept, layout_of, mask_over, separated
+from ._call import JaxCall, from_cache, has_key, layout_of, mask_over, separated
 from ._checks import array_reasons, has_data, holds_data, require, traced_reasons
 from ._primitives import bind
 
@@ -43,7 +43,7 @@ def called(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
         run = partial(_forward, without, names)
         return run if key is None else jax.jit(run)
 
-    o, lse = kept(looked_up, key, make)(*arrays.values())
+    o, lse = from_cache(looked_up, key, make)(*arrays.values())
     return (o, lse) if return_lse else o
 
 

@@ -14,15 +14,13 @@ from ..calls._forward import with_one_score
 from ..errors import refuse
 from ..executors import checks, torch_gpu
 from ..layouts import dtype_of, is_tensor, tensor_reasons
-from ..masks.arrays import FromFunction
+from ..masks.arrays import reads_numbers
 from ..masks.base import Mask
-from ..masks.content import held_masks
 from ..planning.options import DOT, Options
 from ..scores import Score
 from ._passes import Call, OnGpu, looked_up_call, ran
 from ._tensors import NEW, Tensor, own_integers
 
-_MASKS = Mask.__module__.rpartition(".")[0]
 _ALIGNED = ("sink", "bias")  # operands whose batch axes, if any, are aligned to the last ones of q, k and v
 
 
@@ -214,9 +212,7 @@ def _is_uniform(mask: Any) -> bool:
     """True if one more leading batch axis does not change the elements of a mask's batch entries."""
     if not isinstance(mask, Mask):
         return mask is None or is_tensor(mask) or is_array(mask)
-    parts = [*held_masks(mask)]
-    are_own = all(type(part).__module__.rpartition(".")[0] == _MASKS for part in parts)
-    return are_own and not any(isinstance(part, FromFunction) for part in parts)
+    return not reads_numbers(mask)
 
 
 def _layout(tensors: Any) -> Hashable:
