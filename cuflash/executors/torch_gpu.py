@@ -72,7 +72,7 @@ class Layout(NamedTuple):
 
 def layout_key(*tensors: Any) -> Hashable:
     """Return shapes, strides, dtypes and devices of tensors, and the current device."""
-    return torch._C._cuda_getDevice(), *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+    return torch._C._cuda_getDevice(), *[(each.shape, each.stride(), each.dtype, each.get_device()) for each in tensors]
 
 
 def is_elsewhere(tensor: Any) -> bool:

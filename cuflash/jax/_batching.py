@@ -9,18 +9,16 @@ import jax
 from jax.interpreters import batching
 
 from ..blocks.index import BlockIndex
-from ..masks.arrays import FromFunction
+from ..masks.arrays import reads_numbers
 from ..masks.base import Mask
 from ..masks.content import held_masks
 from ..planning.options import DOT
 from ..scores import Score
 from ._call import MASK
-from ._mask_axes import IN_LIBRARY, OWN_AXES
+from ._own_axes import FROM_HEADS, OWN_AXES
 from ._primitives import PRIMITIVES, bind_pass
 from ._runs import Pass
 
-_WITH_ROWS = ("q", "k", "v", "o", "do")  # arrays of heads, rows and columns
-_OF_LSE = ("lse", "dlse")
 _OF_RESULTS = ("o", "lse", "do", "dlse")
 
 
@@ -68,10 +66,9 @@ def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
         return mask.batch == 1
     if not isinstance(mask, Mask):  # an array of elements
         return hasattr(mask, "ndim") and mask.ndim <= 3
-    kinds = {type(each) for each in held_masks(mask)}
-    if FromFunction in kinds or not all(kind.__module__.startswith(IN_LIBRARY) for kind in kinds):
+    if reads_numbers(mask):
         return False
-    with_arrays = {kind for kind in kinds if kind in OWN_AXES}
+    with_arrays = {type(each) for each in held_masks(mask)} & OWN_AXES.keys()
     return not any(name.startswith(MASK) for name in mapped) or len(with_arrays) == 1
 
 
@@ -85,7 +82,7 @@ def _at_once(one: Pass, arrays: Sequence[jax.Array], mapped: set[str]) -> list[j
     added, shapes = [], []
     for name, array in zip(one.names, arrays):
         own, own_shape = array.shape[name in mapped :], of[name]
-        if not has_heads and name.removesuffix(DOT) in (*_WITH_ROWS, *_OF_LSE):
+        if not has_heads and FROM_HEADS.get(name.removesuffix(DOT), 1) > 1:
             own, own_shape = (1, *own), (1, *own_shape)
         missing = (1,) * (num_batch + _own_axes(one, name) - len(own_shape))
         is_mapped = name in mapped
@@ -111,12 +108,8 @@ def _spread(one: Pass, mapped: set[str]) -> set[str]:
 def _own_axes(one: Pass, name: str) -> int:
     """Return the number of an array's axes after those that broadcast over the batch."""
     name = name.removesuffix(DOT)
-    if name in _WITH_ROWS:
-        return 3
-    if name in _OF_LSE:
-        return 2
-    if name == "sink":
-        return 1
+    if name in FROM_HEADS:
+        return FROM_HEADS[name]
     if name.startswith(MASK):
         mask: Any = one.call.options.mask
         return next(OWN_AXES[type(each)] for each in held_masks(mask) if type(each) in OWN_AXES)

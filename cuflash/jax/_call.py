@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -41,6 +42,47 @@ class Slot:
         return jax.numpy
 
 
+def separated(q: Any, k: Any, v: Any, options: Options) -> tuple[Options, dict[str, Any]]:
+    """Return options in which shapes (slots in masks) replace arrays of JAX, and all arrays by name."""
+    arrays, mask, dropout, seed = {"q": q, "k": k, "v": v}, options.mask, options.dropout, None
+    if isinstance(dropout, Dropout) and dropout._draws.threshold:
+        seed = _seed_words(dropout.seed)
+        options = options._replace(dropout=_with_array(dropout.p, dropout.offset))
+    options, operands = with_one_score(options)
+    if operands:
+        arrays |= operands
+        score = options.score
+        if isinstance(score, Score) and score.arrays:
+            score = score._over({name: _shape_of(array) for name, array in score.arrays.items()})
+        options = options._replace(score=score, sink=None)
+    if seed is not None:
+        arrays[SEED] = seed
+    if mask is not None:
+        slots: dict[str, jax.Array] = {}
+        if isinstance(mask, jax.Array):
+            options = options._replace(mask=Dense(_slot_of(mask, slots)))
+        elif isinstance(mask, Mask) and any(isinstance(each, jax.Array) for each in held_arrays(mask)):
+            options = options._replace(mask=mask.to(lambda array: _slot_of(array, slots)))
+        arrays |= slots
+    return options, arrays
+
+
+def from_cache(looked_up: Lookup, key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return the object of a key from the cache of calls, or a new one, which is kept if there is a key."""
+    known = looked_up.find(key)
+    if known is None:
+        snapshot = looked_up.snapshot()
+        known = make()
+        if key is not None:
+            looked_up.keep(key, known, snapshot)
+    return known
+
+
+def has_key(looked_up: Lookup, arrays: Collection[str]) -> bool:
+    """True if calls with equal keys are equal, because JAX passes all arrays of the mask that the key leaves out."""
+    return (f"{MASK}0" in arrays) == (looked_up.contents is not None)
+
+
 @dataclass(frozen=True, eq=False)
 class JaxCall:
     """A call without its arrays.
@@ -54,7 +96,7 @@ class JaxCall:
     looked_up : Lookup
         The parts of the call's key.
     has_key : bool
-        True if calls with equal keys are equal, because JAX passes all arrays of the mask that the key leaves out.
+        As in `has_key`.
     """
 
     options: Options
@@ -64,29 +106,11 @@ class JaxCall:
     _own: dict[Hashable, Any] = field(default_factory=dict)  # used instead of the cache by calls without a key
 
     @classmethod
-    def of(
-        cls, q: jax.Array, k: jax.Array, v: jax.Array, options: Options
-    ) -> tuple[JaxCall, dict[str, jax.Array], Options]:
-        """Return the call, its arrays by name, and its options with one score."""
-        seed = {}
-        if isinstance(options.dropout, Dropout) and options.dropout._draws.threshold:
-            seed[SEED] = _seed_words(options.dropout.seed)
-            options = options._replace(dropout=replace(options.dropout, seed=_SEED))
-        if isinstance(options.mask, jax.Array):
-            options = options._replace(mask=Dense(options.mask))
-        options, operands = with_one_score(options)
-        operands.pop(SEED, None)
-        score, mask, slots = options.score, options.mask, dict[str, jax.Array]()
-        if isinstance(score, Score):
-            score = score._over({name: _shape_of(array) for name, array in score.arrays.items()})
-        if isinstance(mask, Mask) and any(isinstance(each, jax.Array) for each in held_arrays(mask)):
-            mask = mask.to(lambda array: _slot_of(array, slots))
-        arrays = {"q": q, "k": k, "v": v, **operands, **seed, **slots}
-        without = options._replace(mask=mask, score=score, sink=None)
-        looked_up = lookup(without, _layout_of)
+    def of(cls, options: Options, arrays: Mapping[str, jax.Array]) -> JaxCall:
+        """Return the call of options and arrays from `separated`."""
+        looked_up = lookup(options, layout_of)
         dtypes = {name: getattr(array, "dtype", None) for name, array in arrays.items()}
-        call = cls(without, dtypes, looked_up, bool(slots) == (looked_up.contents is not None))
-        return call, arrays, options
+        return cls(options, dtypes, looked_up, has_key(looked_up, arrays))
 
     @property
     def has_slots(self) -> bool:
@@ -95,23 +119,14 @@ class JaxCall:
 
     def cached(self, what: str, make: Callable[[], Any], *key: Hashable) -> Any:
         """Return an object that depends on the call and on a key, from the cache of calls if possible."""
-        looked_up, full = self.looked_up, None
+        full = None
         if self.has_key and not checks.is_on():
-            full = looked_up.key(what, key, tuple(self.dtypes.items()), numbers_of(self.options.dropout))
-        if full is None:
-            if (what, key) not in self._own:
-                self._own[what, key] = make()
-            return self._own[what, key]
-        cached = looked_up.find(full)
-        if cached is None:
-            snapshot = looked_up.snapshot()
-            cached = make()
-            looked_up.keep(full, cached, snapshot)
-        return cached
-
-    def plan(self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...]) -> Plan:
-        """Return the plan for arrays of these shapes, for a mask without slots."""
-        return self.cached_plan(executor, shapes, wrt, lambda: self.options.mask)
+            full = self.looked_up.key(what, key, tuple(self.dtypes.items()), numbers_of(self.options.dropout))
+        if full is not None:
+            return from_cache(self.looked_up, full, make)
+        if (what, key) not in self._own:
+            self._own[what, key] = make()
+        return self._own[what, key]
 
     def cached_plan(
         self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...], mask: Callable[[], Any]
@@ -140,10 +155,12 @@ class JaxCall:
         ready = planned(of["q"], of["k"], of["v"], options)._without_arrays()
         return with_numbers(ready, numbers_of(self.options.dropout))
 
-    def mask_over(self, arrays: Mapping[str, Array]) -> Any:
-        """Return the mask with arrays in its slots; `arrays` has them by the names of operands."""
-        mask: Any = self.options.mask
-        return mask.to(lambda each: arrays[f"{MASK}{each.number}"] if isinstance(each, Slot) else each)
+
+def mask_over(mask: Any, arrays: Mapping[str, Array]) -> Any:
+    """Return a mask with arrays in its slots; `arrays` has them by the names of operands."""
+    if not isinstance(mask, Mask):
+        return mask
+    return mask.to(lambda each: arrays[f"{MASK}{each.number}"] if isinstance(each, Slot) else each)
 
 
 def _slot_of(array: Array, slots: dict[str, jax.Array]) -> Array | Slot:
@@ -155,7 +172,7 @@ def _slot_of(array: Array, slots: dict[str, jax.Array]) -> Array | Slot:
     return slot
 
 
-def _layout_of(*arrays: Array | Slot) -> Hashable:
+def layout_of(*arrays: Array | Slot) -> Hashable:
     if all(isinstance(array, Slot) for array in arrays):
         return tuple((array.shape, array.dtype) for array in arrays)
     return layout_key(*arrays)
@@ -165,12 +182,18 @@ def _shape_of(array: Array) -> ShapeDtype:
     return ShapeDtype(tuple(array.shape), array.dtype)
 
 
-def _seed_words(seed: Array | int) -> jax.Array:
+def _seed_words(seed: Array | int) -> Array:
     """Return a seed as two 32-bit words, the lower one first; a 64-bit array is returned unchanged."""
     if isinstance(seed, jax.Array):
         return jax.random.key_data(seed) if is_key(seed) else seed
     number = seed if isinstance(seed, int) else seed_of(seed)
-    return jax.numpy.asarray(np.array([number & 0xFFFFFFFF, number >> 32], np.uint32))
+    return np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
+
+
+@lru_cache(maxsize=64)
+def _with_array(p: float, offset: int) -> Dropout:
+    """Return dropout whose seed is an array that each call passes."""
+    return Dropout(p, _SEED, offset)
 
 
 def _with_leading_axes(score: Score, shapes: Mapping[str, ShapeDtype]) -> Score:

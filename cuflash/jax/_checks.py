@@ -25,9 +25,10 @@ def holds_data(kind: Any) -> bool:
     return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
-def has_no_data(array: Any) -> bool:
-    """True if an array is a tracer without data, unlike those of `jax.grad` outside of traced functions."""
-    return isinstance(array, jax.core.Tracer) and array.to_concrete_value() is None
+def has_data(value: Any) -> bool:
+    """True if a value is an array with data, or a tracer of such an array: one of `jax.grad` outside of `jax.jit`."""
+    kind: Any = type(value)
+    return holds_data(kind) or kind is np.ndarray or is_tracer(value) and value.to_concrete_value() is not None
 
 
 def traced_reasons(options: Options) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,30 +11,46 @@ import numpy as np
 
 from ..arrays import flag_reasons, is_array
 from ..errors import refuse
+from ..executors import checks
 from ..layouts import is_tracer
+from ..planning.dropout_launches import numbers_of
+from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..scores import Score
-from ._call import JaxCall
-from ._checks import array_reasons, has_no_data, holds_data, require, traced_reasons
-from ._primitives import bind, executed, pass_of
+from ._call import JaxCall, from_cache, has_key, layout_of, mask_over, separated
+from ._checks import array_reasons, has_data, holds_data, require, traced_reasons
+from ._primitives import bind
 
 
 def called(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
-    """Compute `attention` with its options as one value."""
-    options = options._replace(
-        score=_with_arrays_of_jax(options.score), bias=_of_jax(options.bias), sink=_of_jax(options.sink)
-    )
-    executor = options.executor
-    refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
-    call, arrays, options = JaxCall.of(_of_jax(q), _of_jax(k), _of_jax(v), options)
-    if isinstance(executor, str) and all(map(holds_data, map(type, arrays.values()))):
-        o, lse = executed(pass_of(call, "forward", arrays), list(arrays.values()))
-        return (o, lse) if return_lse else o
-    refuse(array_reasons(arrays))
-    if not isinstance(executor, str) or any(map(has_no_data, arrays.values())):
-        require(arrays, options)
-    o, lse = bind(call, "forward", arrays)
+    """Compute `attention` with its options as one value.
+
+    Calls with equal keys share a jitted function, which JAX compiles for each layout of arrays. Gradients outside of
+    `jax.jit` are those of this function: they are compiled once, too.
+    """
+    options = _with_arrays_of_jax(options)
+    without, arrays = separated(_of_jax(q), _of_jax(k), _of_jax(v), options)
+    looked_up, key, names = lookup(without, layout_of), None, tuple(arrays)
+    have_data = all(map(has_data, arrays.values()))
+    if have_data and type(return_lse) is bool and has_key(looked_up, names) and not checks.is_on():
+        key = looked_up.key("jax", names, numbers_of(without.dropout))
+
+    def make() -> Callable[..., Any]:
+        refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
+        refuse(array_reasons(arrays))
+        if not have_data or not isinstance(options.executor, str):
+            require(arrays, without._replace(mask=mask_over(without.mask, arrays)))
+        run = partial(_forward, without, names)
+        return run if key is None else jax.jit(run)
+
+    o, lse = from_cache(looked_up, key, make)(*arrays.values())
     return (o, lse) if return_lse else o
+
+
+def _forward(options: Options, names: tuple[str, ...], *arrays: jax.Array) -> list[jax.Array]:
+    """Run the forward pass of a call on arrays by name; `options` come from `separated`."""
+    named = dict(zip(names, arrays))
+    return bind(JaxCall.of(options, named), "forward", named)
 
 
 def _of_jax(value: Any) -> Any:
@@ -49,11 +67,13 @@ def _of_jax(value: Any) -> Any:
     return jax.numpy.array(value) if is_numpy or isinstance(value, list) else value
 
 
-def _with_arrays_of_jax(score: Any) -> Any:
-    """Return a Score over JAX arrays instead of NumPy arrays; any other value unchanged."""
-    if not isinstance(score, Score) or not any(isinstance(array, np.ndarray) for array in score.arrays.values()):
-        return score
-    arrays = {name: _of_jax(array) for name, array in score.arrays.items()}
-    if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):
-        return score._with_arrays(arrays)
-    return Score._of_reserved(score.function, **arrays)
+def _with_arrays_of_jax(options: Options) -> Options:
+    """Return options with JAX arrays instead of NumPy arrays in the score function, the bias and the sink."""
+    score, bias, sink = options.score, options.bias, options.sink
+    if score is None and bias is None and sink is None:
+        return options
+    if isinstance(score, Score) and any(isinstance(array, np.ndarray) for array in score.arrays.values()):
+        arrays = {name: _of_jax(array) for name, array in score.arrays.items()}
+        is_same = all(array.dtype == score.arrays[name].dtype for name, array in arrays.items())
+        score = score._with_arrays(arrays) if is_same else Score._of_reserved(score.function, **arrays)
+    return options._replace(score=score, bias=_of_jax(bias), sink=_of_jax(sink))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -12,9 +12,7 @@ from jax._src import dispatch  # JAX has no public way to say that a lowering ne
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ..errors import refuse
 from ._call import JaxCall
-from ._checks import array_reasons
 from ._runs import Pass, prepared
 from ._sharding import partitioned
 
@@ -36,16 +34,8 @@ def bind(
     shapes : dict of tuple of int by name
         The shapes to which arrays are broadcast, if these differ from their own.
     """
-    return bind_pass(pass_of(call, name, arrays, shapes, wrt), *varying_alike(arrays.values()))
-
-
-def pass_of(
-    call: JaxCall, name: str, arrays: Mapping[str, jax.Array],
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}), wrt: tuple[str, ...] = (),
-) -> Pass:  # fmt: skip
-    """Return a pass on arrays by name; parameters as for `bind`."""
     own = [shapes.get(each, array.shape) for each, array in arrays.items()]
-    return Pass(call, name, tuple(arrays), tuple(own), wrt)
+    return bind_pass(Pass(call, name, tuple(arrays), tuple(own), wrt), *varying_alike(arrays.values()))
 
 
 def bind_pass(one: Pass, *arrays: jax.Array) -> list[jax.Array]:
@@ -70,7 +60,7 @@ def _varying_axes(kind: jax.core.ShapedArray) -> frozenset[str]:
     return frozenset(axes)
 
 
-def _types(*kinds: jax.core.ShapedArray, **parameters: Any) -> list[jax.core.ShapedArray]:
+def _types(*kinds: jax.core.ShapedArray, late: Any = None, **parameters: Any) -> list[jax.core.ShapedArray]:
     """Return the types of the results of a pass; within `jax.shard_map` they vary like the arrays."""
     like, results = kinds[0], Pass(**parameters).results
     if not _varying_axes(like):
@@ -149,56 +139,30 @@ def _lowered_on_shard(platform: str) -> Callable[..., Any]:
 
 def _executed(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
     """Run a pass on arrays with data, by a jitted function that the cache of calls holds."""
-    return executed(Pass(**parameters), arrays)
-
-
-def executed(one: Pass, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Run a pass on arrays with data, like the primitive's implementation in JAX."""
-    call, name, names, shapes, wrt = one
-    in_memory = tuple([array.shape for array in arrays])
-
-    def make() -> Any:
-        refuse(array_reasons(dict(zip(names, arrays))))
-        return jax.jit(partial(bind_pass, one))
-
-    results: list[Any] = call.cached("jax", make, name, names, shapes, in_memory, wrt)(*arrays)
+    one, in_memory = Pass(**parameters), tuple([array.shape for array in arrays])
+    call, *key = one
+    run = call.cached("jax pass", lambda: jax.jit(partial(bind_pass, one)), *key, in_memory)
+    results: list[jax.Array] = run(*arrays)
     return results
 
 
-def _primitive(name: str) -> Primitive:
+def _refused(*arrays: Any, **parameters: Any) -> NoReturn:
+    raise NotImplementedError(THIRD)
+
+
+def _primitive(name: str, lowered: Callable[[str], Callable[..., Any]]) -> Primitive:
     primitive = Primitive(f"cuflash_{name}")
     primitive.multiple_results = True
     primitive.def_impl(_executed)
     primitive.def_abstract_eval(_types)
     for platform, place in PLATFORMS.items():
-        mlir.register_lowering(primitive, _lowered(place), platform=platform)
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
-    return primitive
-
-
-def _on_shard_primitive(name: str) -> Primitive:
-    """Return the primitive of a pass on the arrays of one shard."""
-    primitive = Primitive(f"cuflash_{name}_on_shard")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *kinds, late, **parameters: _types(*kinds, **parameters))
-    for platform, place in PLATFORMS.items():
-        mlir.register_lowering(primitive, _lowered_on_shard(place), platform=platform)
+        mlir.register_lowering(primitive, lowered(place), platform=platform)
     return primitive
 
 
 _PASSES = ("forward", "jvp", "backward", "backward_jvp")
-PRIMITIVES = {name: _primitive(name) for name in _PASSES}
-ON_SHARD = {name: _on_shard_primitive(name) for name in _PASSES}
-
-
-def _refused(*arrays: jax.Array, **parameters: Any) -> NoReturn:
-    raise NotImplementedError(THIRD)
-
-
+PRIMITIVES = {name: _primitive(name, _lowered) for name in _PASSES}
+ON_SHARD = {name: _primitive(f"{name}_on_shard", _lowered_on_shard) for name in _PASSES}
+dispatch.prim_requires_devices_during_lowering.update(PRIMITIVES.values())
 # The derivative of "jvp" with respect to everything except the tangents. It can only be transposed.
-CURVATURE = Primitive("cuflash_curvature")
-CURVATURE.multiple_results = True
-CURVATURE.def_impl(_refused)
-CURVATURE.def_abstract_eval(_types)
-mlir.register_lowering(CURVATURE, _refused)
-PRIMITIVES["curvature"] = CURVATURE
+PRIMITIVES["curvature"] = _primitive("curvature", lambda place: _refused)

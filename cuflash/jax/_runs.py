@@ -23,7 +23,7 @@ from ..planning.dropout_launches import SEED
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT
 from ..plans.plan import Plan
-from ._call import MASK, JaxCall
+from ._call import MASK, JaxCall, mask_over
 from ._native import TARGET, NativePass, handler
 
 _ENVIRONMENT_BYTES = 64  # at least the size of C's fenv_t
@@ -157,10 +157,15 @@ class OnHost:
         self._names, self._shapes, self._name = one.names, one.shapes, one.name
         if one.call.has_slots:  # the mask may differ at each call; everything else is checked now
             plan = one.call.planned(executor, one.of, one.wrt, None)
-            self._plan_of = partial(_plan_with_mask, one, executor)
         else:
-            plan = one.call.plan(executor, one.of, one.wrt)
-            self._plan_of = partial(_same, plan)
+            plan = one.call.cached_plan(executor, one.of, one.wrt, lambda: options.mask)
+
+        def plan_of(arrays: Mapping[str, Array]) -> Plan:
+            if not one.call.has_slots:
+                return plan
+            return one.call.planned(executor, one.of, one.wrt, mask_over(options.mask, arrays))
+
+        self._plan_of = plan_of
         self._read = _names_of_arrays(one, plan)
 
     def native(self, num_arguments: int) -> None:
@@ -181,15 +186,6 @@ class OnHost:
         read = {name: arrays[name] for name in self._read}
         for buffer, result in zip(results, self._plan_of(arrays)._run(self._name, read, {})):
             np.asarray(buffer)[...] = result
-
-
-def _same(plan: Plan, arrays: Mapping[str, Array]) -> Plan:
-    return plan
-
-
-def _plan_with_mask(one: Pass, executor: str, arrays: Mapping[str, Array]) -> Plan:
-    """Return the plan for the arrays of the mask of one call."""
-    return one.call.planned(executor, one.of, one.wrt, one.call.mask_over(arrays))
 
 
 class OnGpu:
@@ -279,7 +275,7 @@ def _gpu_plan(one: Pass) -> Plan:
 
     def mask() -> Any:
         masks = {name: xla_gpu.without_data(of[name], one.dtype(name)) for name in of if name.startswith(MASK)}
-        planned = call.mask_over(masks) if masks else call.options.mask
+        planned = mask_over(call.options.mask, masks)
         return planned if call.looked_up.contents is None else at_each_call(planned)
 
     ready = call.cached_plan("gpu", of, one.wrt, mask)

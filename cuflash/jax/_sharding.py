@@ -19,19 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import is_array
 from ..blocks.index import BlockIndex
-from ..masks.arrays import Dense, FromFunction
+from ..masks.arrays import Dense, reads_numbers
 from ..masks.base import Mask
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import held_arrays, held_masks
 from ..planning.options import DOT
 from ..scores import Score
 from ._call import MASK, Slot
-from ._mask_axes import IN_LIBRARY, OWN_AXES
+from ._own_axes import FROM_HEADS, OWN_AXES
 from ._runs import Pass
 
 HEADS = "h"  # the name of the axis of heads; those of batch axes are "b0", the last one, "b1", ...
 _GROUP = "g"  # query heads per key head
-_OF_HEADS = {"q": 3, "k": 3, "v": 3, "o": 3, "do": 3, "lse": 2, "dlse": 2, "sink": 1}  # axes from that of heads on
 
 GATHERED_BYTES = 64 << 20  # of a smaller array nothing is said
 BindLocal: TypeAlias = Callable[..., list["jax.Array"]]
@@ -92,7 +91,7 @@ class Axes:
         name, rank = name.removesuffix(DOT), len(shape)
         if not self.extents:
             return (None,) * rank
-        own, of_heads = _OF_HEADS.get(name), self._heads if self.is_of_queries(name) else self._kv_heads
+        own, of_heads = FROM_HEADS.get(name), self._heads if self.is_of_queries(name) else self._kv_heads
         place = self._captured.get(name) if own is None else _Captured(own, own)
         if place is None:
             return (None,) * rank
@@ -136,10 +135,9 @@ def _of_mask(mask: Any) -> tuple[_Captured, bool, bool]:
         return nothing, mask.batch == 1, mask.num_heads == 1
     if not isinstance(mask, Mask):
         return nothing, *_are_alike(mask, _Captured(3, 3))
-    kinds = {type(each) for each in held_masks(mask)}
-    if FromFunction in kinds or not all(kind.__module__.startswith(IN_LIBRARY) for kind in kinds):
+    if reads_numbers(mask):
         return nothing, False, False
-    arrays, with_arrays = [*held_arrays(mask)], [kind for kind in OWN_AXES if kind in kinds]
+    arrays, with_arrays = [*held_arrays(mask)], {type(each) for each in held_masks(mask)} & OWN_AXES.keys()
     if not arrays:
         return nothing, True, True
     if len(with_arrays) != 1 or any([*held_arrays(each)] and type(each) not in OWN_AXES for each in _leaves(mask)):

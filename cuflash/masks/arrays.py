@@ -14,7 +14,7 @@ from ..errors import UnsupportedProblem, without_other_operators
 from ..keywords import explains_keywords
 from ..layouts import is_foreign
 from .base import Mask
-from .content import DeviceForm
+from .content import DeviceForm, held_masks
 from .block_set import BlockGrid, BlockSet, sorted_places
 from .coordinates import LeadingArray, checked_answer, note_call
 from .fields import take_arrays
@@ -263,3 +263,12 @@ class Indexed(Protocol):
 COMBINED = "combine them with & (both), | (either), ^ (one of two), - (without) and ~ (not)"
 setattr(Mask, "_mask_of", staticmethod(as_mask))
 without_other_operators(Mask, "masks", COMBINED)
+
+
+_OF_LIBRARY = Mask.__module__.rpartition(".")[0]
+
+
+def reads_numbers(mask: Mask) -> bool:
+    """True if a mask may read the number of a batch entry or head: it holds a function, or a user's mask."""
+    kinds = {type(each) for each in held_masks(mask)}
+    return FromFunction in kinds or any(kind.__module__.rpartition(".")[0] != _OF_LIBRARY for kind in kinds)

@@ -29,7 +29,7 @@ from ._context_parallel import ContextParallel
 from ._functions import Attention, Recorded
 from ._operators import compiled
 from ._passes import ran
-from ._tensors import Tensor, in_autocast, own_integers
+from ._tensors import NEW, Tensor, in_autocast, own_integers
 from ._transformed import Transformed
 
 __all__ = ["ContextParallel", "attention", "transformers_attention"]
@@ -253,19 +253,21 @@ def transformers_attention(
 
 def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:
     """Compute `attention`, whose options are one value."""
-    refuse(flag_reasons("return_lse", return_lse))
-    require_number(options.dropout)
+    if type(return_lse) is not bool:
+        refuse(flag_reasons("return_lse", return_lse))
+    if options.dropout is not None:
+        require_number(options.dropout)
     if _is_any_autocast() and is_tensor(q) and is_tensor(k) and is_tensor(v):
         q, k, v = in_autocast(q, k, v)
     if _is_transforming() or _num_modes() or has_dual_level():
         o, lse = _of_transforms(q, k, v, options, out)
         return (o, lse) if return_lse else o
-    outs = tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
+    outs = NEW if out is None else tuple(out) if isinstance(out, (tuple, list)) and len(out) == 2 else (out, None)
     options, operands = with_one_score(options)
-    if operands and is_tensor(q):
-        operands = {name: own_integers(name, each, q) for name, each in operands.items()}
-    tensors = {"q": q, "k": k, "v": v, **operands}
-    has_graph = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors.values())
+    tensors = {"q": q, "k": k, "v": v}
+    if operands:
+        tensors |= {name: own_integers(name, each, q) for name, each in operands.items()} if is_tensor(q) else operands
+    has_graph = torch.is_grad_enabled() and any([getattr(each, "requires_grad", False) for each in tensors.values()])
     if has_graph and operands:
         needed = (name for name, each in operands.items() if getattr(each, "requires_grad", False))
         options = options._replace(wrt=tuple(needed))

@@ -21,9 +21,9 @@ from torch.autograd import Function
 from ..errors import UnsupportedProblem
 from ..layouts import has_dual_level
 from ._passes import Call
-from ._operators import derivative, differentiate, forward
+from ._operators import differentiate, run
 from ._tensors import Tensor, require_cotangents
-from ._transformed import AnyCall, Transformed, names_of, run_pass
+from ._transformed import AnyCall, Transformed
 
 
 class Recorded(Function):
@@ -66,15 +66,7 @@ def _gradients(
 ) -> Sequence[Tensor]:
     """Return the gradients of q, k, v and of the operands that `wrt` names."""
     do, dlse = do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-    return _run(call, "backward", wrt, (do, dlse, o, lse, *tensors))
-
-
-def _run(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Run a pass other than "forward" on tensors in the order of `names_of`."""
-    if isinstance(call, Transformed):
-        return derivative(call, name, wrt, tensors)
-    named = zip(names_of(name, call), tensors)
-    return run_pass(call, name, wrt, {each: tensor for each, tensor in named if tensor is not None})
+    return run(call, "backward", wrt, (do, dlse, o, lse, *tensors))
 
 
 def _with_passes(kind: Any) -> Any:
@@ -109,7 +101,8 @@ class Attention(Function):
 
     @staticmethod
     def forward(call: Transformed, wrt: Sequence[str], *tensors: Tensor) -> Any:
-        return forward(call, tensors)
+        o, lse = run(call, "forward", (), tensors)
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
@@ -131,7 +124,7 @@ class _Tangent(Function):
 
     @staticmethod
     def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Any:
-        o_dot, lse_dot = _run(call, "jvp", (), _resolved(tensors))
+        o_dot, lse_dot = run(call, "jvp", (), _resolved(tensors))
         return o_dot, lse_dot
 
     @staticmethod
@@ -205,7 +198,7 @@ class _Second(Function):
 
     @staticmethod
     def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Any:
-        return tuple(_run(call, "backward_jvp", wrt, _resolved(tensors)))
+        return tuple(run(call, "backward_jvp", wrt, _resolved(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> NoReturn:
@@ -237,4 +230,4 @@ def _placed(call: AnyCall, wrt: Sequence[str], results: Sequence[Any]) -> list[A
     return [*results[:3], *(by_name.get(name) for name in call.names[3:])]
 
 
-differentiate(Attention, {"jvp": _Tangent, "backward": _Gradients, "backward_jvp": _Second})
+differentiate({"forward": Attention, "jvp": _Tangent, "backward": _Gradients, "backward_jvp": _Second})

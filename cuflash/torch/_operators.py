@@ -7,7 +7,7 @@ use these operators.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from itertools import count
@@ -32,7 +32,7 @@ from ..planning.dropout_launches import require_number
 from ..planning.options import Options
 from ..scores import Score
 from ._tensors import Tensor, in_autocast
-from ._transformed import Transformed, names_of, results_of, run_pass
+from ._transformed import AnyCall, Transformed, names_of, results_of, run_pass
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 _NAMESPACE = __name__.partition(".")[0]  # so that another copy of the library has operators of its own
@@ -57,60 +57,54 @@ def name_of(call: Transformed, is_traced: bool) -> str:
     return call.name
 
 
-def forward(call: Transformed, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute o and lse; modes of PyTorch's dispatcher see one operator."""
-    if not _are_traced(tensors):
-        return call.forward(*(tensor.detach() for tensor in tensors))
-    with torch.enable_grad(), _below_autograd():  # transformations below this one still differentiate
-        o, lse = _OPERATORS.forward(list(tensors), name_of(call, _has_proxies()))
-    return o, lse
-
-
-def derivative(
-    call: Transformed, name: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]
-) -> Sequence[Tensor]:
-    """Run a pass other than "forward" on tensors in the order of `names_of`; modes see one operator."""
-    if not _are_traced(tensors):
-        named = zip(names_of(name, call), tensors)
-        return run_pass(call, name, wrt, {each: tensor for each, tensor in named if tensor is not None})
+def run(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Run a pass on tensors in the order of `names_of`; modes of PyTorch's dispatcher see one operator."""
+    if not isinstance(call, Transformed) or not _are_traced(tensors):
+        return run_pass(call, name, wrt, tensors)
     text = name_of(call, _has_proxies())
-    with torch.enable_grad(), _below_autograd():
-        results: Sequence[Tensor] = _OPERATORS.derivative(name, list(tensors), list(wrt), text)
+    with torch.enable_grad(), _below_autograd():  # transformations below this one still differentiate
+        return _operator(name, tensors, wrt, text)
+
+
+def _operator(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> Sequence[Tensor]:
+    """Call the operator of a pass."""
+    results: Sequence[Tensor]
+    if name == "forward":
+        results = _OPERATORS.forward(list(tensors), call)
+    else:
+        results = _OPERATORS.derivative(name, list(tensors), list(wrt), call)
     return results
 
 
-def differentiate(of_forward: Any, functions: dict[str, Any]) -> None:
-    """Register autograd functions as the derivatives of the operators.
+def _implement(kernel: Callable[..., Sequence[Tensor]], key: str) -> None:
+    """Register a function as the implementation of both operators for a key of the dispatcher, or for fake tensors."""
 
-    Parameters
-    ----------
-    of_forward : class
-        The autograd function of the pass "forward".
-    functions : dict of classes
-        The autograd functions of other passes, by name.
-    """
-
-    single = {name: _of_one_level(function) for name, function in (functions | {"forward": of_forward}).items()}
-
-    def recorded(name: str, call: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Any:
-        with enable_single_level_autograd_function():
-            return single[name].apply(_calls[call], tuple(wrt), *tensors)
-
-    def forward(tensors: Sequence[Tensor], call: str) -> Any:
-        if _is_differentiated():
-            return recorded("forward", call, (), tensors)
-        with _below_autograd():
-            return _OPERATORS.forward(tensors, call)
+    def forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, ...]:
+        return tuple(kernel("forward", tensors, (), call))
 
     def derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
-        if _is_differentiated():
-            return [*recorded(name, call, wrt, tensors)]
-        with _below_autograd():
-            results: list[Tensor] = _OPERATORS.derivative(name, tensors, wrt, call)
-        return results
+        return list(kernel(name, tensors, wrt, call))
 
-    _LIBRARY.impl("forward", forward, "Autograd")
-    _LIBRARY.impl("derivative", derivative, "Autograd")
+    for function in (forward, derivative):
+        if key == "fake":
+            torch.library.register_fake(f"{_NAMESPACE}::{function.__name__}", function, lib=_LIBRARY)
+        else:
+            _LIBRARY.impl(function.__name__, function, key)
+
+
+def differentiate(functions: dict[str, Any]) -> None:
+    """Register the autograd functions of passes, by name, as the derivatives of the operators."""
+    single = {name: _of_one_level(function) for name, function in functions.items()}
+
+    def recorded(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> Sequence[Tensor]:
+        if _is_differentiated():
+            with enable_single_level_autograd_function():
+                results: Sequence[Tensor] = single[name].apply(_calls[call], tuple(wrt), *tensors)
+                return results
+        with _below_autograd():
+            return _operator(name, tensors, wrt, call)
+
+    _implement(recorded, "Autograd")
 
 
 def _is_differentiated() -> bool:
@@ -177,18 +171,27 @@ for _constant in (_named, *(getattr(Mask, name) for name in _OPERATIONS)):
     _constant._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, but without its import
 
 
-def _forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
-    o, lse = _calls[call].forward(*tensors)
-    strides, of_lse = _known_strides(*_layouts(*tensors[:3]))
-    return _with_strides(o, strides), _with_strides(lse, of_lse)
+def _executed(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
+    """Run a pass on tensors with data; results have the strides that the operator promises."""
+    results = run_pass(_calls[call], name, wrt, tensors)
+    promised = (strides for *_, strides in _promised(name, tensors, wrt, call, *_KNOWN))
+    return [_with_strides(tensor, strides) for tensor, strides in zip(results, promised)]
 
 
-def _derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
-    transformed = _calls[call]
-    arrays = {each: x for each, x in zip(names_of(name, transformed), tensors) if x is not None}
-    results = run_pass(transformed, name, wrt, arrays)
-    likes = [arrays[of] for of in results_of(name, wrt)]
-    return [_with_strides(x, _known_dense(of.is_cuda, of.shape, of.stride())) for x, of in zip(results, likes)]
+def _promised(
+    name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str,
+    shapes: Callable[..., tuple[Any, Any]], dense: Callable[..., Sequence[int]],
+) -> Iterator[tuple[Tensor, Any, Sequence[int]]]:  # fmt: skip
+    """Yield, for each result of a pass, a tensor of its kind, its shape and its strides."""
+    arrays = {each: x for each, x in zip(names_of(name, _calls[call]), tensors) if x is not None}
+    if name != "forward":
+        likes = (arrays[of] for of in results_of(name, wrt))
+        yield from ((like, like.shape, dense(like.is_cuda, like.shape, like.stride())) for like in likes)
+        return
+    q, k, v = (arrays[of] for of in ("q", "k", "v"))
+    o, lse = shapes(q.shape, k.shape, v.shape)
+    yield q, o, dense(q.is_cuda, q.shape, q.stride(), o)
+    yield q, lse, dense_strides(lse)
 
 
 def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -196,12 +199,6 @@ def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     if tensor.stride() == tuple(strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _strides(is_on_gpu: bool, q: Any, q_strides: Any, k: Any, v: Any) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the strides of o and lse from shapes, and the strides of q."""
-    o, lse = _shapes(q, k, v)
-    return _dense(is_on_gpu, q, q_strides, o), dense_strides(lse)
 
 
 def _shapes(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -229,51 +226,39 @@ def _dense(is_on_gpu: bool, shape: Any, strides: Any, of: Sequence[Any] = ()) ->
     return dense_strides(of, axes if is_dense else None)
 
 
-_known_strides, _known_dense = lru_cache(maxsize=256)(_strides), lru_cache(maxsize=256)(_dense)
+_KNOWN = lru_cache(maxsize=256)(_shapes), lru_cache(maxsize=256)(_dense)
 
 
-def _fake_forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor]:
-    q, k, v = tensors[:3]
-    (o, lse), (strides, of_lse) = _shapes(q.shape, k.shape, v.shape), _strides(*_layouts(q, k, v))
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty_strided(o, strides), q.new_empty_strided(lse, of_lse, dtype=wide)
+def _fake(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
+    """Return results without data."""
+    promised = _promised(name, tensors, wrt, call, _shapes, _dense)
+    fakes = [like.new_empty_strided(shape, strides) for like, shape, strides in promised]
+    wide = torch.float64 if fakes[0].dtype == torch.float64 else torch.float32
+    return [fakes[0], fakes[1].to(wide)] if name == "forward" else fakes
 
 
-def _layouts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    return q.is_cuda, q.shape, q.stride(), k.shape, v.shape
+def _batched(
+    info: Any, axes: Any, name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str
+) -> tuple[Any, Any]:
+    """Run a pass on a batch of tensors, whose mapped axes are `axes`."""
+
+    def apply(*each: Tensor | None) -> Sequence[Tensor]:
+        return _operator(name, each, wrt, call)
+
+    results = _calls[call].batched(name, info.batch_size, tensors, axes, wrt, apply)
+    return results, (0,) * len(results)
 
 
-def _fake_derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
-    arrays = dict(zip(names_of(name, _calls[call]), tensors))
-    likes = (arrays[of] for of in results_of(name, wrt))
-    return [
-        like.new_empty_strided(like.shape, _dense(like.is_cuda, like.shape, like.stride()))
-        for like in likes if like is not None
-    ]  # fmt: skip
+def _batched_forward(info: Any, in_dims: Any, tensors: Sequence[Tensor], call: str) -> tuple[Any, Any]:
+    return _batched(info, in_dims[0], "forward", tensors, (), call)
 
 
-def _batched_forward(info: Any, in_dims: Any, tensors: Sequence[Tensor], call: str) -> Any:
-    def apply(*each: Tensor) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = _OPERATORS.forward(list(each), call)
-        return results
-
-    return _calls[call].batched("forward", info.batch_size, tensors, in_dims[0], (), apply), (0, 0)
+def _batched_derivative(info: Any, in_dims: Any, name: str, *arguments: Any) -> tuple[Any, Any]:
+    results, axes = _batched(info, in_dims[1], name, *arguments)
+    return [*results], [*axes]
 
 
-def _batched_derivative(
-    info: Any, in_dims: Any, name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str
-) -> Any:
-    def apply(*each: Tensor) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = _OPERATORS.derivative(name, list(each), wrt, call)
-        return results
-
-    results = _calls[call].batched(name, info.batch_size, tensors, in_dims[1], wrt, apply)
-    return [*results], [0] * len(results)
-
-
-_LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("derivative", _derivative, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{_NAMESPACE}::forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake(f"{_NAMESPACE}::derivative", _fake_derivative, lib=_LIBRARY)
+_implement(_executed, "CompositeExplicitAutograd")
+_implement(_fake, "fake")
 torch.library.register_vmap(f"{_NAMESPACE}::forward", _batched_forward, lib=_LIBRARY)
 torch.library.register_vmap(f"{_NAMESPACE}::derivative", _batched_derivative, lib=_LIBRARY)

@@ -28,7 +28,7 @@ from ..planning.problem import Problem
 from ..plans.fit import require_fit, require_ready
 from ..plans.plan import Plan
 from ..scores import Score
-from ._tensors import PLAIN, Outs, Tensor, argument_reasons, as_tensor, executor_reasons, returned
+from ._tensors import NEW, PLAIN, Outs, Tensor, argument_reasons, as_tensor, executor_reasons, returned
 
 
 class _ByArrays:
@@ -58,7 +58,7 @@ class _ByArrays:
 
     def forward(self, outs: Outs, *tensors: Tensor) -> tuple[Tensor, ...]:
         with self._within():
-            out = None if outs == (None, None) else tuple(None if each is None else self._array(each) for each in outs)
+            out = None if outs is NEW else tuple(None if each is None else self._array(each) for each in outs)
             arrays = dict(zip(self.names, map(self._array, tensors)))
             q, k, v = (arrays[name] for name in self.names[:3])
             self._ready, _, *results = run(q, k, v, _over(arrays, self._options), out)
@@ -105,14 +105,18 @@ class OnGpu:
             "forward", layouts | self._lists, outs, wants_lse=wants_lse, pins=True, axes=axes,
             machine=torch_gpu.MACHINE, later=later,
         )  # fmt: skip
+        self._launch = self._forward._call if self._forward._is_plain and not outs else None
 
     def forward(
         self, outs: Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
     ) -> Sequence[Any]:
         """Return o and lse; lse is None if it was not requested."""
-        arrays = dict(zip((*self.names, *self._lists), (*tensors, *lists)))
-        written = dict(zip(self._outs, (each for each in outs if each is not None)))
-        results = self._forward.run(arrays, written, numbers)
+        if self._launch is not None:
+            results = self._launch(*tensors, *lists, numbers=numbers)
+        else:
+            arrays = dict(zip((*self.names, *self._lists), (*tensors, *lists)))
+            written = dict(zip(self._outs, (each for each in outs if each is not None)))
+            results = self._forward.run(arrays, written, numbers)
         return results if len(results) == 2 else (results[0], None)
 
     def run(
@@ -126,7 +130,7 @@ class OnGpu:
         if bound is None:
             bound = self._bound(name, {each: Layout.of(tensor) for each, tensor in tensors.items()})
             CALLS.put(key, bound, self)
-        return bound.run({**tensors, **dict(zip(self._lists, lists))}, numbers=numbers)
+        return bound.run({**tensors, **dict(zip(self._lists, lists))} if lists else tensors, numbers=numbers)
 
     def _bound(self, name: str, layouts: dict[str, Layout]) -> BoundPlan:
         plan, arrays = self._ready._plan, ("o", "lse") if name == "jvp" else ("q", "k", "v")
@@ -168,6 +172,7 @@ class _WithContents(NamedTuple):
 
 
 Call: TypeAlias = OnGpu | _ByArrays | _WithContents
+_is_neg = torch.Tensor.is_neg
 
 
 def looked_up_call(
@@ -225,15 +230,14 @@ def _over(arrays: Mapping[str, Any], options: Options) -> Options:
 
 def _key(arrays: dict[str, Any], outs: Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
     """Return the key of a call on a GPU, which contains everything except its data; None for other calls."""
-    o, lse = outs
-    tensors: tuple[Any, ...] = tuple(arrays.values())
-    if o is not None or lse is not None:
-        tensors += tuple(each for each in outs if each is not None)
+    tensors: list[Any] = [*arrays.values()]
+    if outs is not NEW:
+        tensors += [each for each in outs if each is not None]
     if not PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
         return None
-    if any(map(torch.Tensor.is_neg, tensors)):  # their values differ from their memory
+    if any(map(_is_neg, tensors)):  # their values differ from their memory
         return None
-    layout = torch_gpu.layout_key(*tensors), o is None, lse is None, wants_lse
+    layout = torch_gpu.layout_key(*tensors), outs[0] is None, outs[1] is None, wants_lse
     return looked_up.key("torch", layout, *arrays)
 
 

@@ -16,6 +16,7 @@ from ..layouts import is_batched, is_tensor, tensor_reasons
 
 Tensor: TypeAlias = torch.Tensor
 Outs: TypeAlias = tuple[Any, Any]  # o and lse, each None if the call allocates it
+NEW: Outs = (None, None)
 
 _CAST = {torch.float16, torch.bfloat16, torch.float32}
 PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -14,15 +14,13 @@ from ..calls._forward import with_one_score
 from ..errors import refuse
 from ..executors import checks, torch_gpu
 from ..layouts import dtype_of, is_tensor, tensor_reasons
-from ..masks.arrays import FromFunction
+from ..masks.arrays import reads_numbers
 from ..masks.base import Mask
-from ..masks.content import held_masks
 from ..planning.options import DOT, Options
 from ..scores import Score
 from ._passes import Call, OnGpu, looked_up_call, ran
-from ._tensors import Tensor, own_integers
+from ._tensors import NEW, Tensor, own_integers
 
-_MASKS = Mask.__module__.rpartition(".")[0]
 _ALIGNED = ("sink", "bias")  # operands whose batch axes, if any, are aligned to the last ones of q, k and v
 
 
@@ -81,10 +79,10 @@ class Transformed:
         arrays, key = dict(zip(self.names, tensors)), (_layout(tensors), ())
         call = self._calls.get(key)
         if isinstance(call, OnGpu) and arrays.keys() >= {*call.names} and not checks.is_on():
-            o, lse = call.forward((None, None), *(arrays[name] for name in call.names))
+            o, lse = call.forward(NEW, *(arrays[name] for name in call.names))
             return o, lse
         named, options = self._with_one_score(arrays, ())
-        call, o, lse = ran(named, (None, None), options, True)
+        call, o, lse = ran(named, NEW, options, True)
         self._keep(key, call)
         return o, lse
 
@@ -94,7 +92,7 @@ class Transformed:
         call = self._calls.get(key)
         if call is None:
             named, options = self._with_one_score(tensors, wrt)
-            call = looked_up_call(named, (None, None), options, True)
+            call = looked_up_call(named, NEW, options, True)
             self._keep(key, call)
         return call
 
@@ -176,13 +174,13 @@ AnyCall: TypeAlias = Call | Transformed
 
 def names_of(name: str, call: AnyCall) -> tuple[str, ...]:
     """Return the names of the tensors that a pass reads, in the order of its autograd function."""
-    dots = tuple(f"{each}{DOT}" for each in call.names)
     if name == "forward":
         return call.names
-    if name == "jvp":
-        return "o", "lse", *call.names, *dots
     if name == "backward":
         return "do", "dlse", "o", "lse", *call.names
+    dots = [f"{each}{DOT}" for each in call.names]
+    if name == "jvp":
+        return "o", "lse", *call.names, *dots
     of_results = (f"{each}{DOT}" for each in ("o", "lse", "do", "dlse"))
     return "do", "dlse", "o", "lse", *of_results, *call.names, *dots
 
@@ -192,14 +190,18 @@ def results_of(name: str, wrt: Sequence[str]) -> tuple[str, ...]:
     return ("q", "k", "v", *wrt) if name.startswith("backward") else ("o", "lse")
 
 
-def run_pass(call: AnyCall, name: str, wrt: Sequence[str], arrays: dict[str, Tensor]) -> Sequence[Tensor]:
-    """Run a pass other than "forward", and return its results; gradients are those of q, k, v and `wrt`."""
+def run_pass(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Run a pass on tensors in the order of `names_of`; gradients are those of q, k, v and `wrt`."""
+    if isinstance(call, Transformed) and name == "forward":
+        return call.forward(*(tensor.detach() for tensor in tensors if tensor is not None))
+    arrays = {each: tensor for each, tensor in zip(names_of(name, call), tensors) if tensor is not None}
     if torch_gpu.is_elsewhere(arrays["q"]):
         with torch_gpu.within(arrays["q"]):
-            return run_pass(call, name, wrt, arrays)
+            return run_pass(call, name, wrt, tensors)
     if isinstance(call, Transformed):
         call = call.on({each: arrays[each] for each in call.names}, wrt)
-    results = call.run(name, {each: tensor for each, tensor in arrays.items() if each != "mask"})
+        arrays.pop("mask", None)
+    results = call.run(name, arrays)
     if name == "jvp" or len(results) == 3 + len(wrt):
         return results
     by_name = dict(zip(call.wrt, results[3:]))
@@ -210,9 +212,7 @@ def _is_uniform(mask: Any) -> bool:
     """True if one more leading batch axis does not change the elements of a mask's batch entries."""
     if not isinstance(mask, Mask):
         return mask is None or is_tensor(mask) or is_array(mask)
-    parts = [*held_masks(mask)]
-    are_own = all(type(part).__module__.rpartition(".")[0] == _MASKS for part in parts)
-    return are_own and not any(isinstance(part, FromFunction) for part in parts)
+    return not reads_numbers(mask)
 
 
 def _layout(tensors: Any) -> Hashable:

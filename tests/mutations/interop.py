@@ -167,7 +167,7 @@ FAULTS = {
             "torch/_transformed.py", "Transformed._reads_batch_entries", "return reads_b or", "return"
         ),
         "functions as masks count the entries of a batch": Edit(
-            "torch/_transformed.py", "_is_uniform", "isinstance(part, FromFunction) for", "False for"
+            "torch/_transformed.py", "_is_uniform", "not reads_numbers(mask)", "True"
         ),
         "gradients of arrays of a score are sums over a batch": Edit(
             "torch/_transformed.py", "Transformed.batched", "others & (mapped | set(wrt))", "others & mapped"
@@ -208,7 +208,7 @@ FAULTS = {
         ),
         "captured arrays have dtypes that JAX lacks": Edit(
             "jax/_entry.py", "_with_arrays_of_jax",
-            "if all(array.dtype == score.arrays[name].dtype for name, array in arrays.items()):", "if True:",
+            "all(array.dtype == score.arrays[name].dtype for name, array in arrays.items())", "True",
         ),
     },
     interop_guards.parts_of_a_mesh_are_differentiated: {
@@ -274,6 +274,13 @@ FAULTS = {
             "jax/_runs.py", "_subnormal_numbers", "ctypes.pythonapi.fesetenv(ctypes.c_void_p(-1))", "pass"
         ),
     },
+    interop_guards.equal_calls_of_jax_are_traced_once: {
+        "calls are traced again": Edit("jax/_call.py", "from_cache", "if key is not None:", "if False:"),
+        "gradients are traced again": Edit("jax/_entry.py", "called", "run if key is None else jax.jit(run)", "run"),
+        "an array that is a mask is a constant": Edit(
+            "jax/_call.py", "separated", "isinstance(mask, jax.Array)", "False"
+        ),
+    },
     interop_guards.second_derivatives_of_jax_are_right: {
         "o_dot of the cotangents is that of zeros": Edit(
             "jax/_derivatives.py", "_second_transpose",
@@ -306,7 +313,7 @@ FAULTS = {
             "jax/_batching.py", "_takes_an_axis", 'if any(each.op == "b" for', 'if any(each.op == "" for'
         ),
         "masks of functions number the entries": Edit(
-            "jax/_batching.py", "_takes_an_axis", "if FromFunction in kinds or", "if"
+            "masks/arrays.py", "reads_numbers", "FromFunction in kinds or", ""
         ),
     },
     interop_guards.sharded_calls_of_jax_are_right: {
@@ -324,7 +331,7 @@ FAULTS = {
             "has_dropout = False"
         ),
         "functions number the heads of each device": Edit(
-            "jax/_sharding.py", "_of_mask", "if FromFunction in kinds or", "if"
+            "jax/_sharding.py", "_of_mask", "if reads_numbers(mask):", "if False:"
         ),
     },
 }  # fmt: skip

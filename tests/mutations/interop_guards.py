@@ -433,6 +433,15 @@ def arrays_of_jax_are_right(library: ModuleType) -> None:
             module.attention(3.0, *arrays[1:3])
 
 
+def equal_calls_of_jax_are_traced_once(library: ModuleType) -> None:
+    """Check that calls outside of `jax.jit` and their gradients are traced once, with the right results."""
+    jax = pytest.importorskip("jax")
+    from test_jax import check_equal_calls
+
+    with pytest.MonkeyPatch.context() as monkeypatch, jax.default_device(jax.devices("cpu")[0]):
+        check_equal_calls(monkeypatch, library)
+
+
 def second_derivatives_of_jax_are_right(library: ModuleType) -> None:
     """Compare gradients of gradients and of tangents with those of dense formulas."""
     jax, module = pytest.importorskip("jax"), part(library, "jax")

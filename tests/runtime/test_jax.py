@@ -154,6 +154,33 @@ def test_calls_with_one_mask_plan_once(monkeypatch, kind):
         assert (np.asarray(attention(*jax_inputs(), mask=mask)) == cuflash.attention(Q, K, V, mask=mask)).all()
 
 
+def check_equal_calls(monkeypatch, library):
+    """Check that JAX traces and lowers equal calls and their gradients once, also if masks of arrays differ."""
+    of_call, primitives, work = part(library, "jax._call").JaxCall, part(library, "jax._primitives"), []
+    of, prepared = of_call.of, primitives.prepared
+    monkeypatch.setattr(of_call, "of", lambda *args: work.append("traced") or of(*args))
+    monkeypatch.setattr(primitives, "prepared", lambda *args: work.append("lowered") or prepared(*args))
+    dropout = library.Dropout(0.5, 3)
+    for dtype in (np.float32, np.float16):
+        q, k, v, do = (array.astype(dtype) for array in (Q, K, V, DO))
+        arrays = [jnp.asarray(array) for array in (q, k, v)]
+        for turn in range(3):
+            allowed = np.random.default_rng(turn).random((20, 20)) < 0.6
+            call = partial(part(library, "jax").attention, softcap=7.0, mask=jnp.asarray(allowed), dropout=dropout)
+            work.clear()
+            o = call(*arrays)
+            differentiated, vjp = jax.vjp(call, *arrays)
+            gradients = vjp(jnp.asarray(do))
+            assert set(work) == (set() if turn else {"traced", "lowered"})
+            expected, host_vjp = library.attention_vjp(q, k, v, softcap=7.0, mask=allowed, dropout=dropout)
+            assert (np.asarray(o) == expected).all() and (o == differentiated).all()
+            assert all((np.asarray(ours) == theirs).all() for ours, theirs in zip(gradients, host_vjp(do)))
+
+
+def test_equal_calls_and_their_gradients_are_traced_once(monkeypatch):
+    check_equal_calls(monkeypatch, cuflash)
+
+
 class _OnMachine:
     """The function that XLA calls on a GPU, with buffers on the host and the null stream."""
 
