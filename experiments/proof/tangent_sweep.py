@@ -18,7 +18,7 @@ A row is for a dtype. `unbounded` counts identities without a finite bound, in e
 numbers the seeds, so that a run continues with structures that none before has drawn.
 
 Expect: no quotient above 1; exit status 0, otherwise 1.
-Found:  none above 1; the number of examples is in the ledger.
+Found:  none above 1 in the ledger. Earlier runs found the faults of commit 2e0135e8, whose examples are in it again.
 
 Cost: 15 ms (16-bit dtypes) to 25 ms (float64) of a core for an example.
 """
