@@ -154,12 +154,14 @@ def times_power_of_two(array: Array, exponent: int) -> Array:
 
 def summed_to(gradient: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Sum a gradient over the axes along which its array was broadcast, and round it once."""
-    if gradient.shape == shape:  # avoids the copy of a sum over no axes
-        return gradient.astype(dtype, copy=False)
+    if gradient.shape == shape and gradient.dtype == dtype:
+        return gradient
     missing = gradient.ndim - len(shape)
     summed_axes = tuple(missing + axis for axis, extent in enumerate(shape) if extent != gradient.shape[missing + axis])
     # No warnings: results may overflow to inf, underflow to 0, or be NaN.
     with np.errstate(all="ignore"):
+        if gradient.shape == shape:  # avoids the copy of a sum over no axes
+            return gradient.astype(dtype, copy=False)
         # Without keepdims NumPy's sum over all axes would be a scalar instead of an array.
         summed = gradient.sum(axis=(*range(missing), *summed_axes), keepdims=True)
         return summed.reshape(shape).astype(dtype, copy=False)

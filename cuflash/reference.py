@@ -388,7 +388,8 @@ def attention_hvp(
         return gradients
     p_sink = _sink_weight(sink, lse)
     move = 0 if sink_dot is None else np.atleast_1d(widened(sink_dot))[..., None]
-    terms = -np.where(p_sink == 0, 0, p_sink * ((move - pushed.lse_dot) * d[..., 0] + d_dot[..., 0]))
+    is_none = np.isneginf(np.atleast_1d(widened(sink)))[..., None]
+    terms = -np.where(is_none, 0, p_sink * ((move - pushed.lse_dot) * d[..., 0] + d_dot[..., 0]))
     return *gradients, sum_to(terms.sum(axis=-1), np.atleast_1d(sink).shape).reshape(np.shape(sink))
 
 
@@ -426,12 +427,20 @@ class _Pushed(NamedTuple):
         moved = np.where(allowed, moved, 0)
         if score is not None:  # tangents are 0 if P is 0, even if that of the score is infinite or NaN
             moved = np.where(probability == 0, 0, moved)
-        lse_dot = np.sum(probability * moved, axis=-1)
-        if sink is not None and sink_dot is not None:
-            p_sink = _sink_weight(sink, lse)
-            lse_dot = lse_dot + np.where(p_sink == 0, 0, p_sink * np.atleast_1d(widened(sink_dot))[..., None])
-        lse_dot = np.where(np.isneginf(lse), 0, np.where(np.isnan(lse), np.nan, lse_dot))
-        probability_dot = np.where(allowed, probability * (moved - lse_dot[..., None]), 0)
+        p_sink = 0 if sink is None else _sink_weight(sink, lse)
+        of_sink = np.zeros(1) if sink_dot is None else np.atleast_1d(widened(sink_dot))[..., None]
+        is_sink = False if sink is None else ~np.isneginf(np.atleast_1d(widened(sink)))[..., None]
+
+        def mean_of(change: Array, of_sink: Array) -> Array:
+            """Return the mean of the tangents of a row's scores and of the sink by weight."""
+            return np.sum(probability * change, axis=-1) + np.where(is_sink, p_sink * of_sink, 0)
+
+        # The mean of the differences from the mean corrects it, so tangents that all keys share cancel without error.
+        mean = mean_of(moved, of_sink)
+        rest = moved - mean[..., None]
+        correction = np.where(np.isfinite(mean), mean_of(rest, of_sink - mean), 0)
+        lse_dot = np.where(np.isneginf(lse), 0, np.where(np.isnan(lse), np.nan, mean + correction))
+        probability_dot = np.where(allowed, probability * (rest - correction[..., None]), 0)
         weights, weights_dot = (_times(x, factors) for x in (probability, probability_dot))
         o = weights @ v_and_dot[0]
         o_dot = weights_dot @ v_and_dot[0] + weights @ v_and_dot[1]

@@ -83,7 +83,8 @@ def push_tolerances(
     p_larger = p + p_excess
 
     p_sink = np.exp(forward.log_p_sink)
-    lse_dot = np.sum(p * f_dot, axis=-1, keepdims=True) + np.where(p_sink == 0, 0, p_sink * sink_dot)
+    is_sink = ~np.isneginf(logit)  # a weight that underflows to 0 does not hide infinity and NaN
+    lse_dot = np.sum(p * f_dot, axis=-1, keepdims=True) + np.where(is_sink, p_sink * sink_dot, 0)
     from_mean = np.where(allowed, f_dot - lse_dot, 0)
     spread = np.max(np.abs(from_mean), axis=-1, keepdims=True, initial=0)
     most_error = np.max(e_f, axis=-1, keepdims=True, initial=0)
@@ -100,7 +101,7 @@ def push_tolerances(
     log_error = forward.tol_lse + e_logit + 4 * ua * (abs_sink + np.abs(forward.lse))
     sink_excess = excess_of(forward.log_p_sink, p_sink, log_error + 4 * ua)
     of_sink = (sink_excess + 4 * ua * (p_sink + sink_excess)) * sink_gap + p_sink * e_sink_dot
-    e_rise = e_rise + np.where(p_sink == 0, 0, of_sink) + 2 * ua * spread
+    e_rise = e_rise + np.where(is_sink, of_sink, 0) + 2 * ua * spread
     tol_lse_dot = e_rise + 4 * ua * (np.abs(lse_dot) + spread) + wa
 
     z, z_rounding = forward.weights.factors, forward.weights.roundoffs * ua
@@ -118,7 +119,7 @@ def push_tolerances(
     is_row = allowed.any(axis=-1, keepdims=True)
     return Push(
         p_excess=p_excess, from_mean=from_mean, e_final=e_f, pushed=pushed, lse_dot=lse_dot,
-        tol_lse_dot=np.where(is_row, tol_lse_dot, np.where(p_sink == 0, 0, e_sink_dot)), o_dot=o_dot,
+        tol_lse_dot=np.where(is_row, tol_lse_dot, np.where(is_sink, e_sink_dot, 0)), o_dot=o_dot,
         tol_o_dot=np.where(is_row, tol_o_dot, 0), sink_dot=sink_dot, e_sink_dot=e_sink_dot,
     )  # fmt: skip
 
@@ -266,8 +267,9 @@ def sink_second_tolerance(
     terms = p_sink.size // max(1, sink.size)
     rounding = (model.k(terms) + 4) * ua
     each = (excess + np.minimum(p_sink, wa) + rounding * (p_sink + excess)) * (np.abs(inner) + e_inner)
-    each = np.where(p_sink == 0, 0, each + p_sink * e_inner)
-    exact = sum_to(np.sum(np.where(p_sink == 0, 0, -p_sink * inner), axis=(-1, -2)), sink.shape)
+    is_sink = ~np.isneginf(logit)  # where P underflows to 0, its product with an infinite error is NaN: no bound
+    each = np.where(is_sink, each + p_sink * e_inner, 0)
+    exact = sum_to(np.sum(np.where(is_sink, -p_sink * inner, 0), axis=(-1, -2)), sink.shape)
     own = replace(model, u=roundoff(sink.dtype), w=underflow(sink.dtype), largest=float(limits(sink.dtype).max))
     tolerance = sum_to(np.sum(each, axis=(-1, -2)), sink.shape) + terms * wa + own.u * np.abs(exact) + own.w
     return rounded_up(tolerance, exact, own)

@@ -179,7 +179,7 @@ class Example:
         shape = (*self.problem.lse_shape(), self.problem.seqlen_kv)
         return np.ones(shape, bool) if self.mask is None else self.dense_mask
 
-    @property
+    @functools.cached_property
     def weight_factors(self) -> Array:
         """The factors of the weights by dropout, [*batch, num_heads, seqlen_q, seqlen_kv], or None without dropout.
 
@@ -206,14 +206,14 @@ class Example:
         >>> example.exact.o.astype(float)
         array([[1., 0.]])
         """
-        changed = {"score": self.score, "weight_factors": self.weight_factors}
         with shifted_by(self.k.shape[-2] - self.q.shape[-2]):
-            o, lse = oracle.attention(self.q, self.k, self.v, self.dense_mask, self.scale, self.sink, **changed)
+            heads = oracle.Heads(
+                self.q, self.k, self.v, self.dense_mask, self.scale, self.sink, self.score, self.weight_factors
+            )
+        o, lse = heads.attention()
         if self.do is None:
             return Bounds(o=o, lse=lse)
-        operands = self.q, self.k, self.v, self.do, self.dlse, self.dense_mask, self.scale, self.sink
-        with shifted_by(self.k.shape[-2] - self.q.shape[-2]):
-            dq, dk, dv, *others = oracle.attention_vjp(*operands, wrt=self.wrt, **changed)
+        dq, dk, dv, *others = heads.vjp(self.do, self.dlse, self.wrt)
         dsink = None if self.sink is None else others.pop(0)
         return Bounds(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dsink=dsink, others=dict(zip(self.wrt, others)))
 

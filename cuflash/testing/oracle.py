@@ -1,4 +1,4 @@
-"""Exact attention for tests, by SciPy's logsumexp and a loop over heads.
+"""Exact attention for tests, by a loop over heads.
 
 >>> import numpy as np
 >>> o, lse = attention(np.zeros((1, 1)), np.zeros((3, 1)), np.array([[1.0], [2.0], [6.0]]))
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
-from scipy.special import logsumexp
 
 from ..arrays import Array
 from ..keywords import explains_keywords
@@ -36,7 +35,6 @@ class FunctionOfScores(Protocol):
     def arrays(self) -> Mapping[str, Array]: ...
 
 
-@np.errstate(invalid="ignore")
 @explains_keywords
 def attention(
     q: np.ndarray,
@@ -53,17 +51,9 @@ def attention(
 
     The `function` of a score is called on arrays of all scores and positions, and differentiated by dual numbers.
     """
-    problem = _Heads(q, k, v, mask, scale, sink, score, weight_factors)
-    o = np.zeros((*problem.shape[:-1], v.shape[-1]), problem.dtype)
-    lse = np.zeros(problem.shape[:-1], problem.dtype)
-    for head, kv_head in problem:
-        allowed, p, lse[head], _ = problem.probabilities(head, kv_head)
-        o[head] = _weighted(p * problem.factors[head], problem.values[kv_head], allowed)
-        o[head][np.isnan(lse[head])] = np.nan
-    return (o, lse) if q.ndim > 2 else (o[0], lse[0])
+    return Heads(q, k, v, mask, scale, sink, score, weight_factors).attention()
 
 
-@np.errstate(invalid="ignore")
 @explains_keywords
 def attention_vjp(
     q: np.ndarray,
@@ -83,40 +73,20 @@ def attention_vjp(
 
     They are followed by dsink if there is a sink, and by the gradients of the score's arrays that `wrt` names.
     """
-    problem = _Heads(q, k, v, mask, scale, sink, score, weight_factors)
-    final_gradient = np.zeros(problem.shape, problem.dtype)
-    dq, dk, dv = (np.zeros(_headed(x).shape, problem.dtype) for x in (q, k, v))
-    do = _headed(do).astype(problem.dtype)
-    dlse = np.zeros(problem.shape[:-1]) if dlse is None else np.asarray(dlse).reshape(problem.shape[:-1])
-    dsink = np.zeros(problem.sinks.shape, problem.dtype)
-    for head, kv_head in problem:
-        allowed, p, lse, p_sink = problem.probabilities(head, kv_head)
-        slope_of_lse = np.where(np.isneginf(lse), 0, dlse[head])[:, None]
-        factors = problem.factors[head]
-        by_weight = np.dot(do[head], problem.values[kv_head].T)
-        slope = np.where(allowed & (factors != 0), by_weight * factors, 0)  # derivative with respect to probabilities
-        mean = (p * slope).sum(axis=-1, keepdims=True)
-        ds = np.where(allowed, p * slope - p * mean + p * slope_of_lse, 0)
-        if problem.final is not None:
-            final_gradient[head] = ds = np.where(p == 0, 0, ds)
-            ds = np.where(p == 0, 0, ds * problem.final.slope[head])
-        dq[_own(head, dq)] += problem.scale * _weighted(ds, problem.keys[kv_head], allowed)
-        dk[_own(kv_head, dk)] += problem.scale * _weighted(ds.T, problem.queries[head], allowed.T)
-        dv[_own(kv_head, dv)] += _weighted((p * factors).T, do[head], allowed.T)
-        dsink[head] = np.where(p_sink == 0, 0, p_sink * (slope_of_lse - mean)[:, 0]).sum()
-    gradients: tuple[Array, ...] = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
-    if sink is not None:
-        gradients = *gradients, _summed_to(dsink, np.shape(sink))
-    return gradients if problem.final is None else (*gradients, *problem.final.gradients(wrt, final_gradient))
+    return Heads(q, k, v, mask, scale, sink, score, weight_factors).vjp(do, dlse, wrt)
 
 
-class _Heads:
-    """The heads of all batch entries; iteration yields the index of each query head and that of its key/value head."""
+class Heads:
+    """The heads of all batch entries of one call, whose results share the probabilities.
+
+    Iteration yields the index of each query head and that of its key/value head.
+    """
 
     def __init__(
         self, q: Array, k: Array, v: Array, mask: Array, scale: float | None, sink: Array,
         score: FunctionOfScores | None, factors: Array,
     ) -> None:
+        q_shape, k_shape, v_shape = (np.shape(x) for x in (q, k, v))
         self.dtype = np.dtype(np.longdouble if np.dtype(q.dtype).itemsize >= 8 else np.float64)
         self.scale = self.dtype.type(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         q, k, v = (_headed(x).astype(self.dtype) for x in (q, k, v))
@@ -129,6 +99,8 @@ class _Heads:
         sinks = self.dtype.type(-np.inf) if sink is None else np.asarray(sink).astype(self.dtype)
         self.sinks = np.broadcast_to(sinks, self.shape[:-2])
         self.final = None if score is None else _Final(score, self.raw())
+        self._computed: dict[tuple[int, ...], tuple[Array, Array, Array, Array]] = {}
+        self._arguments = q_shape, k_shape, v_shape, None if sink is None else np.shape(sink)
 
     def raw(self) -> np.ndarray:
         """Return the scores of all heads before the score function."""
@@ -141,24 +113,69 @@ class _Heads:
         for *leading, head in np.ndindex(self.shape[:-2]):
             yield (*leading, head), (*leading, head // self.group)
 
+    @np.errstate(invalid="ignore")
+    def attention(self) -> tuple[Array, Array]:
+        """Return o and lse."""
+        o = np.zeros((*self.shape[:-1], self.values.shape[-1]), self.dtype)
+        lse = np.zeros(self.shape[:-1], self.dtype)
+        for head, kv_head in self:
+            allowed, p, lse[head], _ = self.probabilities(head, kv_head)
+            o[head] = _weighted(p * self.factors[head], self.values[kv_head], allowed)
+            o[head][np.isnan(lse[head])] = np.nan
+        return (o, lse) if len(self._arguments[0]) > 2 else (o[0], lse[0])
+
+    @np.errstate(invalid="ignore")
+    def vjp(self, do: Array, dlse: Array, wrt: tuple[str, ...]) -> tuple[Array, ...]:
+        """Return dq, dk, dv, dsink if there is a sink, and the gradients of the score's arrays that `wrt` names."""
+        q_shape, k_shape, v_shape, sink_shape = self._arguments
+        final_gradient = np.zeros(self.shape, self.dtype)
+        dq, dk, dv = (np.zeros(_headed(np.empty(x)).shape, self.dtype) for x in (q_shape, k_shape, v_shape))
+        do = _headed(do).astype(self.dtype)
+        dlse = np.zeros(self.shape[:-1]) if dlse is None else np.asarray(dlse).reshape(self.shape[:-1])
+        dsink = np.zeros(self.sinks.shape, self.dtype)
+        for head, kv_head in self:
+            allowed, p, lse, p_sink = self.probabilities(head, kv_head)
+            slope_of_lse = np.where(np.isneginf(lse), 0, dlse[head])[:, None]
+            factors = self.factors[head]
+            by_weight = np.dot(do[head], self.values[kv_head].T)
+            slope = np.where(allowed & (factors != 0), by_weight * factors, 0)  # with respect to probabilities
+            mean = (p * slope).sum(axis=-1, keepdims=True)
+            ds = np.where(allowed, p * slope - p * mean + p * slope_of_lse, 0)
+            if self.final is not None:
+                final_gradient[head] = ds = np.where(p == 0, 0, ds)
+                ds = np.where(p == 0, 0, ds * self.final.slope[head])
+            dq[_own(head, dq)] += self.scale * _weighted(ds, self.keys[kv_head], allowed)
+            dk[_own(kv_head, dk)] += self.scale * _weighted(ds.T, self.queries[head], allowed.T)
+            dv[_own(kv_head, dv)] += _weighted((p * factors).T, do[head], allowed.T)
+            dsink[head] = np.where(p_sink == 0, 0, p_sink * (slope_of_lse - mean)[:, 0]).sum()
+        gradients: tuple[Array, ...] = dq.reshape(q_shape), dk.reshape(k_shape), dv.reshape(v_shape)
+        if sink_shape is not None:
+            gradients = *gradients, _summed_to(dsink, sink_shape)
+        return gradients if self.final is None else (*gradients, *self.final.gradients(wrt, final_gradient))
+
     def probabilities(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
         """Return the mask, the probabilities (0 for masked keys) and the lse of a head, and P of the sink."""
+        if head not in self._computed:
+            self._computed[head] = self._softmax(head, kv_head)
+        return self._computed[head]
+
+    def _softmax(self, head: tuple[int, ...], kv_head: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
         allowed = self.allowed[head]
         if self.final is None:
             score = self.scale * np.dot(self.queries[head], self.keys[kv_head].T)
         else:
             score = self.final.value[head]
         score = np.where(allowed, score, -np.inf)
-        sink = np.broadcast_to(self.sinks[head], (len(score), 1))
-        lse = logsumexp(np.concatenate([score, sink], axis=-1), axis=-1)
+        sink = np.broadcast_to(self.sinks[head], len(score))
+        largest = np.maximum(score.max(axis=-1, initial=-np.inf), sink)
+        shift = np.where(np.isfinite(largest), largest, 0)
+        with np.errstate(divide="ignore", over="ignore"):
+            p, p_sink = np.exp(score - shift[:, None]), np.exp(sink - shift)
+            total = p.sum(axis=-1) + p_sink
+            lse = shift + np.log(total)
         lse = np.where(lse == np.inf, np.nan, lse)  # the weight of an infinite score is exp(inf - inf) = NaN
-        attends = ~np.isneginf(lse)
-        p = np.exp(score - np.where(attends, lse, 0)[:, None])
-        # For scores of 10^6, rounding lse changes all p by more than a roundoff. Dividing by their total corrects it.
-        p_sink = np.exp(sink[:, 0] - np.where(attends, lse, 0))
-        total = np.where(attends, p.sum(axis=-1, where=allowed) + p_sink, 1)
-        p = np.where(allowed, p / total[:, None], 0)
-        return allowed, p, lse, p_sink / total
+        total = np.where(np.isfinite(lse), total, np.where(np.isneginf(lse), 1, np.nan))
+        return allowed, np.where(allowed, p / total[:, None], 0), lse, p_sink / total
 
 
 def _widened(array: np.ndarray) -> np.ndarray:

@@ -108,7 +108,7 @@ class Moving:
     def exact(self) -> Bounds:
         """The exact tangents of o, lse, dq, dk, dv and dsink, with the names of their bounds.
 
-        Tangents of other gradients are left out.
+        Tangents of other gradients are left out, and so are o and lse, which `example.exact` has.
 
         Examples
         --------
@@ -132,14 +132,13 @@ class Moving:
             slopes = {"score_slope": self._of_score(True), "score_slope_tangent": self._of_score(True, moves=True)}
         moved = [dots.get(name) for name in "qkv"]
         o_dot, lse_dot = reference.attention_jvp(own["q"], own["k"], own["v"], *moved, **options)
-        o, lse = example.exact.o, example.exact.lse
         if example.do is None:
-            return Bounds(o=o, lse=lse, o_dot=o_dot, lse_dot=lse_dot)
+            return Bounds(o=None, lse=None, o_dot=o_dot, lse_dot=lse_dot)
         gradients = own["q"], own["k"], own["v"], own["do"]
         options |= {"do_dot": dots.get("do"), "dlse": own["dlse"], "dlse_dot": dots.get("dlse"), **slopes}
         dq, dk, dv, *dsink = reference.attention_hvp(*gradients, *moved, **options)
         return Bounds(
-            o=o, lse=lse, o_dot=o_dot, lse_dot=lse_dot, dq_dot=dq, dk_dot=dk, dv_dot=dv,
+            o=None, lse=None, o_dot=o_dot, lse_dot=lse_dot, dq_dot=dq, dk_dot=dk, dv_dot=dv,
             dsink_dot=dsink[0] if dsink else None,
         )  # fmt: skip
 

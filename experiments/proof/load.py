@@ -14,6 +14,9 @@ call over the median of its kind. `cpu_us` and `cpu_p99` are the same for the pr
 out when it waits for Python's global lock. `host_mib` and `device_mib` are what the process and CuPy's pool grew in the
 last three quarters of the calls.
 
+A repeated call takes no lock of the library, as tests/runtime/test_call_cache.py proves; the row `NumPy alone` shows
+how long as many threads wait for each other that only evaluate NumPy's formulas.
+
 Expect: no wrong bits, a p99 of at most 2 in one thread, and no growth; exit status 0, or 1 if bits are wrong.
 Found:  no wrong bits and no growth on the cpu executor. A call of one thread takes at most 1.7 times its median in 99
 of 100 cases. Eight threads on two cores wait for Python's lock: 61 times the median, and 3.6 times in processor time.
@@ -162,6 +165,19 @@ def kinds(where: Host) -> list[Kind]:
     return every
 
 
+def formulas_alone() -> list[Kind]:
+    """Return calls of NumPy alone, which take about as long as those of the library, as a control."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((length, 32)).astype(np.float32) for length in LENGTHS]
+
+    def formulas(x: Any) -> Sequence[Any]:
+        for _ in range(60):
+            np.exp(x @ x.T - 1).sum(axis=-1)
+        return ()
+
+    return [Kind(lambda x=x: formulas(x), ()) for x in arrays]
+
+
 class Worker:
     """A thread's calls in drawn order, their times by kind, and the number of bytes that are wrong."""
 
@@ -284,6 +300,9 @@ def run(config: Config) -> Iterator[Record]:
             row = in_threads(config, places[:num_places], threads)
             wrong += row["wrong"]
             yield {"executor": wheres[0].executor, "kinds": len(places[0][1])} | row
+        if not config.gpu:
+            row = in_threads(config, [(Host(), formulas_alone())], max(config.threads))
+            yield {"executor": "cpu", "kinds": len(LENGTHS)} | row | {"work": f"{row['work']}, NumPy alone"}
         yield {"executor": wheres[0].executor} | with_new_masks(config, wheres[0])
     if wrong:
         sys.exit(f"{wrong} bytes of results differ from those of calls alone")

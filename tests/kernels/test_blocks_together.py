@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -23,9 +23,11 @@ import test_block_mass
 import test_decode
 import test_few_queries
 import test_fp8_kernels
+import test_list_kernels
 import test_page_bounds
 import test_result_kernels
 import test_score_kernels
+import test_selection_kernels
 import test_tangent_kernels
 from cuflash.compiler.source import KERNELS
 from cuflash.executors.sim import Simulator
@@ -152,6 +154,23 @@ def prefill() -> None:
     assert faults == 0 and np.isfinite(o[0]).any()
 
 
+def tangents(kernel: str, dtype: str) -> None:
+    full = replace(test_tangent_kernels.FULL, dtype=dtype)
+    moving = test_tangent_kernels.moved_along(full.example(), test_tangent_kernels.EVERY)
+    test_tangent_kernels.check_gradients(replace(SIM, kernel=kernel), moving)
+
+
+def choosing() -> None:
+    scores = np.random.default_rng(0).random((2, 3, 70)).astype(np.float32)
+    rule = test_selection_kernels.Budget(mass=0.5), test_selection_kernels.Forced(sink=1), (24, 560), (8, 8), 0, False
+    test_selection_kernels.check_choice("sim", (scores, None, None, None, *rule))
+
+
+def of_many_elements() -> tuple[Any, Any, Any]:
+    shape, mask, block = test_list_kernels.MANY[0]
+    return mask, shape, block
+
+
 def hopper_tangents(check: Callable[..., object]) -> None:
     moving = test_tangent_kernels.moved_along(test_tangent_kernels.HOPPER.example(), test_tangent_kernels.EVERY)
     check(replace(SIM, kernel="sm90"), moving)
@@ -194,7 +213,7 @@ def together(schedule: sim.Schedule, sanitize: sim.Sanitizer = "blocks") -> Iter
     ran, launch = set[str](), Simulator.launch
 
     def launched(self: Simulator, spec: Any, grid: int, nbytes: int, arguments: tuple[Any, ...]) -> None:
-        launch(replace(self, schedule=schedule, sanitize=sanitize), spec, grid, nbytes, arguments)
+        launch(replace(self, schedule=schedule, sanitize=sanitize, time_limit=250), spec, grid, nbytes, arguments)
         if grid > 1:
             ran.add(spec.name)
 
@@ -218,6 +237,18 @@ def test_blocks_that_run_together_race_for_nothing(kernel: str) -> None:
 
 # Kernels in which one block resets a counter for the next launch.
 RESETTING = ("cache_append", "results_compare", "sm80_few_queries", "sm90_forward")
+# Further calls under ThreadSanitizer, of kernels whose threads share memory within a block only.
+WITHIN_BLOCKS: dict[str, Callable[[], None]] = {
+    "fa1_forward": lambda: all_results("fa1", **HALF),
+    "simt_backward_jvp_columns": lambda: tangents("simt", "float32"),
+    "sm80_backward_jvp_columns": lambda: tangents("sm80", "float16"),
+    "lists_key_scores": lambda: test_selection_kernels.check_key_scores(np.float32),
+    "lists_slash_sums": lambda: test_selection_kernels.check_slashes((41, 1400), 1359),
+    "lists_choose": choosing,
+    "lists_pool": test_selection_kernels.check_means,
+    "lists_ranks": lambda: test_list_kernels.made_by_kernels(*of_many_elements()),
+    "results_merge": test_result_kernels.check_merges,
+}
 CHILD = """
 import sys
 folders, *names = sys.argv[1:]
@@ -226,18 +257,21 @@ import test_blocks_together as blocks
 from cuflash import sim
 for name in names:
     with blocks.together(sim.Schedule(order="random", resident_blocks=3), "thread") as ran:
-        blocks.CASES[name]()
+        (blocks.CASES | blocks.WITHIN_BLOCKS)[name]()
     print("ran" if name in ran else "did not run", name)
 """
 
 
 @pytest.mark.slow
-def test_the_reset_of_a_counter_is_no_race_for_thread_sanitizer() -> None:
-    """ThreadSanitizer lacks PTX's rule that atomic operations order later accesses to their word: resets are atomic."""
+@pytest.mark.parametrize(
+    "names", [RESETTING, *([name] for name in CASES | WITHIN_BLOCKS if is_long() and name not in RESETTING)], ids=str
+)
+def test_thread_sanitizer_reports_nothing(names: Sequence[str]) -> None:
+    """Resets are atomic, since ThreadSanitizer lacks PTX's rule that atomics order later accesses to their word."""
     tests = Path(__file__).parents[1]
     folders = [folder for folder in sys.path if Path(folder).is_relative_to(tests.parent)]
     command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment("thread").items())]
-    command += [sys.executable, "-c", CHILD, ":".join([str(tests.parent), *folders]), *RESETTING]
+    command += [sys.executable, "-c", CHILD, ":".join([str(tests.parent), *folders]), *names]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0 and "WARNING" not in run.stderr, run.stderr
-    assert run.stdout.split("\n")[:-1] == [f"ran {name}" for name in RESETTING]
+    assert run.stdout.split("\n")[:-1] == [f"ran {name}" for name in names]

@@ -165,13 +165,13 @@ FAULTS = {
     },
     oracle_is_right: {
         "the oracle has an infinite lse": Edit(
-            "testing/oracle.py", "_Heads.probabilities", "lse = np.where(lse == np.inf, np.nan, lse)", ""
+            "testing/oracle.py", "Heads._softmax", "lse = np.where(lse == np.inf, np.nan, lse)", ""
         ),
         "the oracle takes -inf for a score": Edit(
-            "testing/oracle.py", "_Heads.probabilities", "attends = ~np.isneginf(lse)", "attends = allowed.any(axis=-1)"
+            "testing/oracle.py", "Heads._softmax", "np.where(np.isneginf(lse), 1, np.nan)", "np.nan"
         ),
         "the oracle counts dlse of a row without a score": Edit(
-            "testing/oracle.py", "attention_vjp", "np.where(np.isneginf(lse), 0, dlse[head])[:,", "dlse[head][:,"
+            "testing/oracle.py", "Heads.vjp", "np.where(np.isneginf(lse), 0, dlse[head])[:,", "dlse[head][:,"
         ),
     },
     floats_follow_the_rule: {

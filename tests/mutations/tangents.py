@@ -169,6 +169,21 @@ def the_reference_is_right(library: ModuleType) -> None:
         same(*results)
 
 
+def what_all_keys_share_cancels(library: ModuleType) -> None:
+    """Check that a tangent that all keys share moves no output of the specification."""
+    q, k, v = (np.random.default_rng(0).standard_normal((n, 3)).astype(np.longdouble) for n in (7, 9, 9))
+    third = np.longdouble(1) / 3
+    o_dot, _ = library.reference.attention_jvp(q, k, v, score_tangent=lambda s, s_dot: np.full(s.shape, third))
+    assert np.abs(o_dot).max() <= 2.0**-100
+
+
+def overflow_has_no_bound(library: ModuleType) -> None:
+    """Check the bound on the tangent of dsink where o_dot overflows and the weight of the sink underflows."""
+    q, k, v, k_dot = (np.array(x, np.float16)[None] for x in ([[1]], [[1], [1]], [[100], [-100]], [[1], [-1]]))
+    named = {"do": np.ones((1, 1, 1), np.float16), "scale": 1e4, "sink": np.zeros(1, np.float16)}
+    assert np.isinf(library.error_bound(q, k, v, **named, tangents={"k": k_dot}).dsink_dot).all()
+
+
 def wrong_tangents_are_refused(library: ModuleType) -> None:
     """Check that tangents of other arguments are refused, each with a different reason."""
     x = np.ones((2, 3, 4), np.float32)
@@ -327,13 +342,24 @@ FAULTS = {
         "lse_dot has no error": Edit(BOUNDS, "_second_finals", "push.e_final + push.tol_lse_dot", "push.e_final"),
     },
     the_reference_is_right: {
-        "the mean does not count": Edit("reference.py", "_Pushed.of", "(moved - lse_dot[..., None])", "moved"),
+        "the mean does not count": Edit("reference.py", "_Pushed.of", "(rest - correction[..., None])", "moved"),
         "factors multiply the mean": Edit(
-            "reference.py", "_Pushed.of", "np.sum(probability * moved,", "np.sum(_times(probability * moved, factors),"
+            "reference.py", "_Pushed.of", "sum(probability * change,", "sum(_times(probability * change, factors),"
         ),
         "dK leaves q's tangent out": Edit("reference.py", "attention_hvp", "+ turned @ q_and_dot[1]", ""),
         "the sink stands still": Edit("reference.py", "attention_hvp", "(move - pushed.lse_dot) *", "0 *"),
         "slopes do not move": Edit("reference.py", "attention_hvp", "+ slope_dot * ds", ""),
+    },
+    what_all_keys_share_cancels: {
+        "the mean is not corrected": Edit(
+            "reference.py", "_Pushed.of", "np.isfinite(mean), mean_of(rest, of_sink - mean), 0", "False, mean, 0"
+        ),
+    },
+    overflow_has_no_bound: {
+        "a weight of zero hides infinity": Edit(
+            BOUNDS, "sink_second_tolerance", "np.where(is_sink, each + p_sink * e_inner, 0)",
+            "np.where(p_sink == 0, 0, each + p_sink * e_inner)",
+        ),
     },
     wrong_tangents_are_refused: {
         "no tangent is one": Edit(RULES, "tangent_reasons", "if not names:", "if False:"),

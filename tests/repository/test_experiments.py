@@ -250,14 +250,15 @@ def test_soak_adds_up_over_runs_and_draws_other_examples(load, tmp_path: Path) -
         drawn = soak.draw(soak.Batch("cpu", "float32", number, 6))
         rows, outside = drawn.rows, drawn.outside
         every = next(row for row in rows if row["feature"] == soak.EVERY)
-        assert not outside and every["examples"] >= 6 and 0 < every["dq"] <= 1
+        assert not outside and every["structures"] >= 6 and 0 < every["dq"] <= 1
+        assert every["examples"] == soak.NUMBERS * every["structures"]
         assert every["worst"].startswith("Structure(")
         assert {"mask none", "values normal"} & {row["feature"] for row in rows}
         assert all(row["examples"] <= every["examples"] for row in rows)
         soak.Ledger(path).add(drawn)
     ledger = soak.Ledger(path).rows
     total = ledger["cpu", "host", "float32", "auto", soak.EVERY]
-    assert int(total["examples"]) >= 12 and total["outside"] == "0" and total["batches"] == "2"
+    assert int(total["structures"]) >= 12 and total["outside"] == "0" and total["batches"] == "2"
     assert next(soak.batches(soak.Config(dtypes=("float32",)), ledger)).number == 2
     assert soak.table(list(ledger.values())).row_count == 1
 

@@ -6,8 +6,12 @@ import threading
 import weakref
 from unittest.mock import patch
 
+import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
+import cuflash
+from cuflash.executors import blas
 from cuflash.planning import _call_cache
 from cuflash.planning._call_cache import CallCache
 
@@ -121,3 +125,39 @@ def test_a_full_cache_looks_at_few_calls_to_let_one_go():
             cache.put(key, key)
             assert cache.get(key % 7 + key - 7) is not None
     assert len(cache) == 1000 and popped < 3 * 4000 and len(cache._queue) <= 2000
+
+
+class CountedLock:
+    """A lock that counts how often it is taken."""
+
+    def __init__(self) -> None:
+        self.taken, self._lock = 0, threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.taken += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_repeated_calls_take_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads whose calls are repeated, and need one thread each, never wait for each other in the library."""
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 2, 40, 16)).astype(np.float32)
+    blocks = cuflash.BlockIndex.from_blocks(np.tri(3, dtype=bool), 40, 40, 16)
+
+    def calls() -> None:
+        for mask in (None, cuflash.masks.Causal(), blocks):
+            _, vjp = cuflash.attention_vjp(q, k, v, mask=mask)
+            vjp(do)
+            cuflash.attention_jvp(q, k, v, k, mask=mask)
+
+    locks = {(_call_cache.CALLS, "_lock"): CountedLock(), (blas, "_lock"): CountedLock()}
+    for (owner, name), lock in locks.items():
+        monkeypatch.setattr(owner, name, lock)
+    cuflash.attention(q[:, :3], k, v)
+    assert locks[_call_cache.CALLS, "_lock"].taken > 0
+    calls()
+    before = [lock.taken for lock in locks.values()]
+    calls()
+    assert [lock.taken for lock in locks.values()] == before

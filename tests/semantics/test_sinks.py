@@ -233,3 +233,9 @@ def test_a_batch_of_many_axes_takes_several_launches() -> None:
     leading = {"q_batch": (2, 1, 2, 1, 2), "k_batch": (1, 2, 1, 2, 1), "v_batch": (2, 1, 1, 2, 2)}
     example = Structure(**leading, num_heads=2, seqlen_q=3, seqlen_kv=4, sink=(2,)).example()
     assert_within_bounds(example, **SIM.everything(example))
+
+
+def test_a_gradient_that_overflows_its_dtype_is_infinite_without_a_warning() -> None:
+    q, k, v = (np.full((1, 8, 4), x, np.float16) for x in (0, 0, 100))
+    _, vjp = cuflash.attention_vjp(q, k, v, sink=np.zeros(1, np.float16), wrt="sink")
+    assert np.isneginf(vjp(np.full((1, 8, 4), 1000, np.float16))["sink"]).all()

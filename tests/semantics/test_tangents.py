@@ -200,6 +200,26 @@ def test_a_drift_that_all_keys_share_costs_no_digits(dtype: str) -> None:
     assert moving.bounds.o_dot.max() < drift / 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_tangent_that_all_keys_share_moves_lse_alone(dtype: str) -> None:
+    """The specification subtracts it without rounding; otherwise, its error exceeds the bound on results."""
+    formula = Formula(("load", "tau"))
+    example = Structure(seqlen_q=60, seqlen_kv=60, dtype=dtype, values="lattice", score=formula).example()
+    shared = with_tangents(example, {"tau": "normal"})
+    outputs = push(shared)
+    assert_tangents_within_bounds(shared, o_dot=outputs["o_dot"], lse_dot=outputs["lse_dot"])
+    assert np.abs(shared.exact.o_dot).max() <= 2.0**-100
+
+
+def test_a_weight_of_zero_does_not_hide_an_output_tangent_that_overflows() -> None:
+    """The sink's weight underflows, and o_dot exceeds float16: the tangent of the sink's gradient has no bound."""
+    q, k, v = (np.array(x, np.float16)[None] for x in ([[1]], [[1], [1]], [[100], [-100]]))
+    example = Example(q=q, k=k, v=v, do=np.ones((1, 1, 1), np.float16), scale=1e4, sink=np.zeros(1, np.float16))
+    moving = Moving(example, {"k": np.array([[[1], [-1]]], np.float16)})
+    assert np.isinf(push(moving)["o_dot"]).all() and np.isnan(second(moving)[1]["dsink"]).all()
+    assert np.isinf(moving.bounds.dsink_dot).all() and moving.exact.dsink_dot == 0
+
+
 # Properties
 
 
