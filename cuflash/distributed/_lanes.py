@@ -216,19 +216,15 @@ class CudaLanes(HostLanes):
         regions = {**inputs, **outs}
         parts = {each: region.of(arrays) for each, region in regions.items()}
         bound = gpu.bound_pass(plan._plan, name, plan._plan.problem.keyed(parts), {})
-        zeroed, numbers, set_memory = bound.record.zeroed, plan._numbers, self._cuda.runtime.memsetAsync
-        every = list(parts.values())
-        if not all(every[place].flags.c_contiguous for place, _ in zeroed):
+        if bound.record.zeroed:
             return None
-        places = [_place(region, arrays) for region in regions.values()]
+        places, numbers = [_place(region, arrays) for region in regions.values()], plan._numbers
 
         def launch(own: Any, other: Any) -> None:
-            now, stream = own.arrays, self.kernels
+            now = own.arrays
             addresses = [now[name].data.ptr + offset for name, offset in places]
-            for place, nbytes in zeroed:
-                set_memory(addresses[place], 0, nbytes, stream.ptr)
             addresses += numbers
-            bound.launch(addresses, stream)
+            bound.launch(addresses, self.kernels)
 
         return launch
 

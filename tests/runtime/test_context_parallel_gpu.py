@@ -159,30 +159,10 @@ def test_host_arrays_are_refused_on_every_rank():
 # Without a GPU
 
 
-class _Runtime:
-    """A stand-in for copies of device memory, which are done at once."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def copy(self, target, to_pitch, source, pitch, width, height, kind, stream):
-        import ctypes
-
-        assert to_pitch >= width and pitch >= width
-        for row in range(height):
-            ctypes.memmove(target + row * to_pitch, source + row * pitch, width)
-        self.log.append((width, height))
-
-
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     with cupy_machine.installed(monkeypatch, tmp_path) as double:
-        runtime = double.cuda.runtime
-        copies = _Runtime([])
-        runtime.memcpy2DAsync, runtime.memcpyDefault, double.copies = copies.copy, 4, copies.log
-        runtime.deviceCanAccessPeer = lambda device, peer: True
-        runtime.deviceEnablePeerAccess = lambda peer: double.log.append(("access", double.device, peer))
-        double.cuda.get_current_stream = lambda: double.stream
+        double.copies = cupy_machine.copies_at_once(double)
         yield double
 
 
