@@ -111,7 +111,7 @@ FAULTS = {
         "received terms are own ones": Edit(ADD, "add_rows", "place < sums.num_own_rows", "true"),
         "the last term counts": Edit(ADD, "add_rows", "total[c] + each", "each"),
         "terms are added to 0": Edit(ADD, "add_rows", "term == 0 ? each : total[c] + each", "total[c] + each"),
-        "heads are batch entries": Edit(ADD, "add_rows", "batch = matrix / sums.num_heads", "batch = matrix % 2"),
+        "batch entries are the first": Edit(ADD, "add_rows", "batch = matrix / sums.num_heads", "batch = 0"),
         "odd addresses are read in units": Edit(ADD, "add_rows", "reinterpret_cast<uint64_t>(data) % 16 == 0 &&", ""),
         "blocks have the rows of the first": Edit(
             ADD, "results_add_rows", "blockIdx.x % blocks_per_matrix * sums.rows_per_block", "0"

@@ -6,12 +6,14 @@ import cupy_machine
 import numpy as np
 import pytest
 from cuflash.distributed import ContextParallel, Machine, PeerLost, _lanes, _posed, run
-from cuflash.distributed._lanes import DeviceLanes, Move, Region
+from cuflash.distributed import _processes as processes
+from cuflash.distributed._lanes import CudaLanes, DeviceLanes, Move, Region
 from cuflash.distributed._schedule import ATTEND, COPY, Step, program
 from cuflash.testing import assert_within
 from executors import needs_compiler
 
 import cuflash
+import ranks_of_a_store
 from cuflash import Dropout, UnsupportedProblem, masks, scores
 
 HEADS, LENGTH = 4, 500
@@ -214,6 +216,28 @@ def test_ranks_of_a_stand_in_agree_with_one_call(machine, monkeypatch, method, w
     exact = o, *gradients, *gradients.others.values()
     for results in run(rank, devices=[0, 1], timeout=60):
         assert len(results) == len(exact)
+        for mine, wanted in zip(results, exact):
+            np.testing.assert_allclose(mine, wanted, atol=2e-5)
+
+
+@needs_compiler
+def test_processes_with_device_arrays_agree_with_one_call(machine, monkeypatch):
+    """Threads stand in for processes, and kernels run in the simulator."""
+    monkeypatch.setattr(_posed, "TYPICAL", Machine(launch=0.0))
+    monkeypatch.setattr(processes, "HostLanes", CudaLanes)
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 2, 40, 16), dtype=np.float32)
+    o, vjp = cuflash.attention_vjp(q, k, v, window=(9, 0))
+    exact = o, *vjp(do)
+
+    def rank(group):
+        cp = ContextParallel(group, seqlen=40, num_heads=2, block=8, method="gather", window=(9, 0), kernel="simt")
+        q_, k_, v_, do_ = (machine.asarray(cp.shard(x)) for x in (q, k, v, do))
+        for _ in range(2):
+            o, vjp = cp.attention_vjp(q_, k_, v_)
+            gradients = vjp(do_)
+        return [cp.unshard(x).get() for x in (o, *gradients)]
+
+    for results in ranks_of_a_store.run(processes, 2, rank):
         for mine, wanted in zip(results, exact):
             np.testing.assert_allclose(mine, wanted, atol=2e-5)
 

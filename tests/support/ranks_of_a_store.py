@@ -84,7 +84,7 @@ def run(
 
         def exchange(received: Any, sent: Any, of_received: list[int], of_sent: list[int]) -> _Handle:
             turn = next(counter)
-            posts[turn, number] = np.array(sent), of_sent
+            posts[turn, number] = sent.copy(), of_sent
             return _Handle(posts, turn, number, size, received, of_received)
 
         group._exchange_bytes = exchange
