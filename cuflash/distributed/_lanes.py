@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,8 +196,6 @@ class CudaLanes(HostLanes):
     def adder(self, sums: RowSums, arrays: Arrays) -> Task:
         parts = [[each.of(arrays) for each in pair] for pair in sums.pairs]
         bound, table = bound_row_sums(parts, sums.table, gpu.current_target()), sums.table
-        if bound is None:
-            return lambda own, other: None
         written, *terms = zip(*([_place(each, arrays) for each in pair] for pair in sums.pairs))
         read = list(itertools.chain(*zip(*terms)))
 
@@ -249,24 +249,24 @@ class DeviceLanes(CudaLanes):
             self._copies = cuda.Stream(non_blocking=True)
             for peer in {*devices} - {device}:
                 _enable_access(cuda.runtime, device, peer)
+            # by number of the step; each pass records them once more, which does not affect waits that are queued
+            self._events = defaultdict[int, Event](partial(cuda.Event, disable_timing=True))
+            self._start = self._events[-1]
         self._stream = self._copies  # of the step that is being queued
-        self._events: dict[int, Event] = {}  # by number of the step; recorded by each pass
 
     def current(self) -> Any:
         return self._cuda.Device(self.device)
 
     def start(self) -> Event:
         super().start()
-        return self.kernels.record(self._event(-1))
+        return self.kernels.record(self._start)
 
     def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
         stream = self._stream = self._copies if issue.step.rank != issue.step.source else self.kernels
         for event in events:
             stream.wait_event(event)
         do()
-        if not issue.is_awaited:
-            return None
-        return stream.record(self._events.get(issue.number) or self._event(issue.number))
+        return stream.record(self._events[issue.number]) if issue.is_awaited else None
 
     def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
         """Return a function that queues copies: as few as possible, each of adjacent rows of heads at equal distances.
@@ -302,14 +302,6 @@ class DeviceLanes(CudaLanes):
         with self._cuda.Device(self.device):  # whose default stream the kernels may use
             for event in events:
                 self.kernels.wait_event(event)
-
-    def _event(self, number: int) -> Event:
-        """Return the event of a step, which each pass records once more; waits that are queued are not affected."""
-        event = self._events.get(number)
-        if event is None:
-            with self._cuda.Device(self.device):
-                event = self._events[number] = self._cuda.Event(disable_timing=True)
-        return event
 
 
 def _place(region: Region, arrays: Arrays) -> tuple[str, int]:

@@ -247,7 +247,7 @@ class ContextParallel:
             gather = Gather(group, {"x": own}, self._posed.queries.places)
         group._perform("unshard", {} if gather is None else {"x": _like(x)}, reasons, gather)
         assert gather is not None
-        return gather.whole["x"].reshape(*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1])
+        return gather.arrays["all x"].reshape(*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1])
 
     # Attention.
 

@@ -60,27 +60,23 @@ class Pass:
 class Gather(Pass):
     """Copies that collect the rows of all ranks on every rank, for arrays [heads, rows, dim].
 
-    Attributes
-    ----------
-    whole : dict of arrays by name
-        The arrays with the rows of all ranks.
+    Each array has the rows of all ranks in "all " with its name.
     """
 
     def __init__(self, group: Group, arrays: Mapping[str, Array], places: Sequence[tuple[tuple[int, int, int], ...]]):
         steps = tuple(Step(COPY, rank, source, 0) for rank in range(group.size) for source in range(group.size))
-        rows, self._places = sum(count for runs in places for _, _, count in runs), places
-        self.whole = {name: namespace(x).empty((x.shape[0], rows, x.shape[2]), x.dtype) for name, x in arrays.items()}
-        wholes = {f"all {name}": x for name, x in self.whole.items()}
-        super().__init__(group, steps, program(steps, group.size), {**arrays, **wholes}, {})
+        rows, self._places, self._names = sum(count for runs in places for _, _, count in runs), places, [*arrays]
+        every = {f"all {name}": namespace(x).empty((len(x), rows, x.shape[2]), x.dtype) for name, x in arrays.items()}
+        super().__init__(group, steps, program(steps, group.size), {**arrays, **every}, {})
 
     def routes(self, number: int) -> list[Route]:
         runs, every = self._places[self.steps[number].source], slice(0, None)
-        return [(Move(name, every, every, runs), Region(f"all {name}"), Region(name)) for name in self.whole]
+        return [(Move(name, every, every, runs), Region(f"all {name}"), Region(name)) for name in self._names]
 
 
 @dataclass(eq=False)
 class Prepared:
-    """What a rank's calls on arrays of one layout share: plans, memory, and steps that the first call prepares.
+    """Plans, memory and prepared steps of a rank's calls on arrays of one layout.
 
     Attributes
     ----------
@@ -323,7 +319,7 @@ class _Backward(_Attention):
         group._perform("the gradients of other arrays", {}, [], gather)
         sums = dict[str, Array]()
         for name, own in self.others.items():
-            parts = gather.whole[name][0]
+            parts = gather.arrays[f"all {name}"][0]
             total = parts[0].copy()
             for source in range(1, group.size):
                 total += parts[source]
@@ -372,7 +368,7 @@ class Pullback:
         backward = None if reasons else _Backward(call, cotangents)
         call.group._perform("vjp", {"dlse": "None" if dlse is None else "an array"}, reasons, backward)
         assert backward is not None
-        dq, dk, dv = (backward.arrays[name] for name in ("dq", "dk", "dv"))
+        dq, dk, dv = (backward.arrays[f"d{name}"] for name in "qkv")
         return Gradients(dq, dk, dv, backward.other_gradients())
 
 

@@ -174,11 +174,9 @@ class Posed:
 
     def own_keys(self, rank: int) -> Array:
         """Return a table of `RowSums` that puts a rank's keys in place, and zeros where no rank's keys are moved."""
-        rows, is_absent = self.moved(rank, rank), np.ones(self.shape.seqlen_kv, bool)
-        for source in range(self.size):
-            is_absent[self.moved(rank, source)] = False
-        absent = np.flatnonzero(is_absent)  # these keys must be finite
-        places = np.r_[self.keys.local(rank, rows), np.full(len(absent), -1)]
+        moved = [self.moved(rank, source) for source in range(self.size)]
+        absent = np.setdiff1d(np.arange(self.shape.seqlen_kv), np.concatenate(moved))  # these keys must be finite
+        rows, places = moved[rank], np.r_[self.keys.local(rank, moved[rank]), np.full(len(absent), -1)]
         return np.stack([np.r_[rows, absent], places], axis=1).astype(np.int32)
 
     def returned_gradients(self, rank: int) -> Array:

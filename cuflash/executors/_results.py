@@ -107,8 +107,8 @@ def compared(o: Array, lse: Array, kept_o: Array, kept_lse: Array) -> tuple[Arra
     return compare(o, lse, kept_o, kept_lse)
 
 
-def bound_row_sums(arrays: Sequence[Sequence[Array]], table: Array, target: gpu.Gpu) -> BoundPass | None:
-    """Return the kernel that writes rows of two arrays as sums of rows, or None if there is nothing to write.
+def bound_row_sums(arrays: Sequence[Sequence[Array]], table: Array, target: gpu.Gpu) -> BoundPass:
+    """Return the kernel that writes rows of two arrays as sums of rows.
 
     It takes the addresses of the own and received terms of both arrays, of the table, and of both arrays.
 
@@ -124,8 +124,6 @@ def bound_row_sums(arrays: Sequence[Sequence[Array]], table: Array, target: gpu.
     """
     to, own, _ = arrays[0]
     matrices = prod(to.shape[:-3]), to.shape[-3]
-    if not (prod(matrices) and len(table)):
-        return None
     layouts = [
         {f"{name}_strides": _matrix_strides(each) for name, each in zip(("to", "own", "received"), parts)}
         | {"num_columns": parts[0].shape[-1]}

@@ -162,7 +162,7 @@ def summed_rows(drawn: Any, dtype: Any, planning: Any = _result_kernels, is_odd:
 
 
 def check_sums_of_rows(planning: Any = _result_kernels) -> None:
-    """Check that rows are sums in the order of the table, rounded once, bit for bit, also in arrays at odd addresses."""
+    """Check the bits of rows that are sums in the order of the table, rounded once, also at odd addresses."""
     for dtype in DTYPES:
         for is_wide, columns, is_odd in ((True, (16, 8), False), (False, (8, 24), True), (False, (5, 32), False)):
             drawn = rows_of(dtype, is_wide, columns)

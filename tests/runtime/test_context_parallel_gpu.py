@@ -285,7 +285,7 @@ def test_steps_wait_for_events_on_their_stream(machine):
             events[issue.number] = lanes.run(issue, waits, lambda: None)
         lanes.finish([events[last]])
         logs.append(list(machine.log))
-    copies, first, second, third = lanes._copies.ptr, *(lanes._event(number).number for number in range(3))
+    copies, first, second, third = lanes._copies.ptr, *(lanes._events[number].number for number in range(3))
     assert logs[0] == logs[1] == [
         ("record", 0, start.number),
         ("wait", copies, start.number), ("wait", copies, start.number), ("record", copies, first),

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 
 class Store:
     """The part of PyTorch's store that groups of processes use."""
