@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import describe, is_number
 from ..keywords import explains_keywords
-from ._lanes import Arrays, HostLanes, Lanes, Route
+from ._lanes import Arrays, HostLanes, Route
 from ._schedule import Program, Step
 
 __all__ = ["Group", "PeerLost"]
@@ -78,7 +78,7 @@ class Group:  # numpydoc ignore=PR01
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._lanes: Lanes = HostLanes()
+        self._lanes = HostLanes()
 
     @property
     def _is_on_host(self) -> bool:

@@ -309,9 +309,6 @@ def _place(region: Region, arrays: Arrays) -> tuple[str, int]:
     return region.name, region.of(arrays).data.ptr - arrays[region.name].data.ptr
 
 
-Lanes = HostLanes | DeviceLanes
-
-
 def _enable_access(runtime: Any, device: int, peer: int) -> None:
     """Let kernels and copies of a device access another's memory if the hardware can; otherwise, copies are staged."""
     if not runtime.deviceCanAccessPeer(device, peer):

@@ -363,7 +363,7 @@ class ContextParallel:
         """Return this rank's groups of heads with their plans, for calls on arrays with these layouts."""
         rank, posed = self._group.rank, self._posed
         parts = [posed.part(rank, heads, q, k, v) for heads in posed.kv_groups(rank)]
-        texts = {name: _like(x) for name, x in (("q", q), ("k", k), ("v", v))}
+        texts = dict(zip("qkv", map(_like, (q, k, v))))
         return Prepared(self._group, posed, parts, texts, (q.shape[-1], v.shape[-1]), q.dtype)
 
     # Bytes that ranks exchange

@@ -16,7 +16,7 @@ from ..errors import refuse
 from ..keywords import explains_keywords
 from ._agreement import refusal
 from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
-from ._lanes import DeviceLanes, Event, HostLanes, Lanes, device_count
+from ._lanes import DeviceLanes, Event, HostLanes, device_count
 from ._schedule import Issue, drawn_order, program
 
 __all__ = ["run"]
@@ -64,7 +64,7 @@ class _Visit:
 class _Meeting:
     """The state that the ranks of a group share; `changed` guards all of it except progress within a visit."""
 
-    lanes: Sequence[Lanes]
+    lanes: Sequence[HostLanes]
     timeout: float
     order: Any = None  # a random generator if steps run in a drawn order
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -151,8 +151,7 @@ class _Meeting:
                 with lanes.current(), lanes.kernels:
                     for issue in issues:
                         visit.number += 1
-                        if self.error:
-                            self.require_open()
+                        self.require_open()
                         events[issue.number] = self.issue(issue, [events[number] for number in issue.waits], works)
             for rank, ends in enumerate(issued.ends):
                 self.lanes[rank].finish([events[number] for number in ends])
@@ -238,7 +237,7 @@ def run(
     if not (seed is None or is_int(seed) and seed >= 0):
         reasons.append(f"seed must be an int of at least 0, or None; got {describe(seed)}")
     refuse(reasons)
-    lanes: list[Lanes] = [HostLanes()] * (size or 0)
+    lanes: list[HostLanes] = [HostLanes()] * (size or 0)
     if devices is not None:
         lanes = [DeviceLanes(device, devices) for device in devices]
     size = len(lanes)
