@@ -138,7 +138,7 @@ class Prepared:
             size = max(size, end)
         for (each, group), (start, shape) in starts.items():
             self.regions[name, each, group] = Region(name, (...,), group % NUM_BUFFERS * size + start, shape)
-        return self.posed.num_buffers * size
+        return min(NUM_BUFFERS, len(self.posed.groups)) * size
 
     @cached_property
     def tables(self) -> tuple[Array, Array]:

@@ -148,12 +148,11 @@ class Posed:
     def _gathered(self, name: str, step: Step) -> Iterator[Move]:
         first, stop = self.kv_groups(0)[step.group]
         heads = slice(0, stop - first)
+        names, own, runs = ("dk", "dv"), heads, self.runs("returned", step.source, step.rank)
         if step.kind == COPY:
-            for each in ("k", "v"):
-                yield Move(each, slice(first, stop), heads, self.runs("copied", step.rank, step.source))
-        else:
-            for each in ("dk", "dv"):
-                yield Move(each, heads, heads, self.runs("returned", step.source, step.rank))
+            names, own, runs = ("k", "v"), slice(first, stop), self.runs("copied", step.rank, step.source)
+        for each in names:
+            yield Move(each, own, heads, runs)
 
     def runs(self, kind: str, rank: int, source: int) -> Runs:
         """Return the runs of the keys that a rank gathers from a source: first row of each run, its place, its length.
@@ -199,16 +198,9 @@ class Posed:
             is_key = each in ("k", "v", "dk", "dv")
             rows = (self.keys if is_key else self.queries).of_rank[of_rows]
             first, stop = self.own_heads(of_heads)[is_key]
-            own, compact, local = slice(first, stop), slice(0, stop - first), np.arange(len(rows))
-            if is_copy:
-                yield Move(each, own, compact, joint_runs(local, rows))
-            else:
-                yield Move(each, compact, own, joint_runs(rows, local))
-
-    @property
-    def num_buffers(self) -> int:
-        """Number of groups of heads that a rank has memory for at a time."""
-        return min(NUM_BUFFERS, len(self.groups))
+            ends = (slice(first, stop), np.arange(len(rows))), (slice(0, stop - first), rows)
+            (heads, source), (to_heads, target) = ends if is_copy else ends[::-1]
+            yield Move(each, heads, to_heads, joint_runs(source, target))
 
     @cached_property
     def steps(self) -> dict[str, tuple[Step, ...]]:
@@ -352,7 +344,7 @@ class Posed:
             ranks = range(self.size)
             returned = max(self.first_returned(rank, self.size) for rank in ranks)
             num_exchanged = shape.num_batch * heads * returned * 2 * head_dim
-            return self.num_buffers * (keys * (dtype.itemsize + wide) + num_exchanged * wide)
+            return min(NUM_BUFFERS, len(self.groups)) * (keys * (dtype.itemsize + wide) + num_exchanged * wide)
         queries = shape.num_batch * (shape.num_heads // self.size) * shape.seqlen_q * head_dim
         return (2 * keys + 4 * queries) * dtype.itemsize
 

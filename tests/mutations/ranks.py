@@ -430,7 +430,7 @@ FAULTS = {
     },
     devices_agree: {
         "keys that no rank moves are not written": Edit(
-            POSED, "Posed.own_keys", "np.flatnonzero(is_absent)", "np.flatnonzero(is_absent)[:0]"
+            POSED, "Posed.own_keys", "np.concatenate(moved))", "np.concatenate(moved))[:0]"
         ),
         "own keys are those of other rows": Edit(
             POSED, "Posed.own_keys", "[np.r_[rows, absent], places]", "[np.r_[rows, absent], places // 2]"
