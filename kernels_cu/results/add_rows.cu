@@ -68,7 +68,7 @@ CUFLASH_DEVICE void add_rows(const RowSums& sums, const Rows& rows, int matrix, 
 
 }  // namespace cuflash::results
 
-extern "C" __global__ void __launch_bounds__(cuflash::results::kThreads)
+extern "C" __global__ void __launch_bounds__(cuflash::results::kThreads, 1)
 results_add_rows(const __grid_constant__ cuflash::results::RowSums sums) {
   using namespace cuflash::results;
   const int blocks_per_matrix = (sums.num_rows + sums.rows_per_block - 1) / sums.rows_per_block;
