@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..planning._params import PARAMS, SHAPE, TENSOR_MAPS, WORK
-from ..planning._result_kernels import COMPARISON, MERGE
+from ..planning._result_kernels import COMPARISON, MERGE, ROW_SUMS, ROWS
 from ..planning.appending import APPEND, KEY_BOUNDS
 from ..planning.captured_sums import CAPTURED_SUMS
 from ..planning.block_mass import MASS_GRID
@@ -47,7 +47,7 @@ _RECORDS = {
     },
     "lists/page_choice.cuh": {"PageChoice": PAGE_CHOICE},
     "lists/query_scores.cuh": {"QueryScores": QUERY_SCORES},
-    "results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON},
+    "results/params.cuh": {"Merge": MERGE, "Comparison": COMPARISON, "Rows": ROWS, "RowSums": ROW_SUMS},
     "attention/params.cuh": {
         "Matrices": MATRICES, "Shape": SHAPE, "WorkList": WORK, "Params": PARAMS,
     },

@@ -24,9 +24,7 @@ def fingerprint(value: Any) -> str:
         host = np.ascontiguousarray(to_host(value))
         digest = hashlib.sha1(host.view(np.uint8).tobytes() if host.ndim else host.tobytes()).hexdigest()[:8]
         return f"{describe(value)} with digest {digest}"
-    if isinstance(value, BlockIndex):
-        return f"{value!r} {[fingerprint(each) for each in held_arrays(value)]}"
-    if isinstance(value, Mask):
+    if isinstance(value, (BlockIndex, Mask)):
         return f"{value!r} {[fingerprint(each) for each in held_arrays(value)]}"
     if isinstance(value, Score):
         arrays = {name: fingerprint(each) for name, each in value.arrays.items()}
@@ -54,6 +52,8 @@ def refusal(offers: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> list[s
 def disagreement(calls: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return why ranks do not ask for the same call, from the texts of their arguments by name."""
     for rank, call in enumerate(calls):
+        if call == calls[0]:
+            continue
         for name, text in call.items():
             if text != calls[0].get(name):
                 first, other = (f"{name}={_short(each.get(name))}" for each in (calls[0], call))

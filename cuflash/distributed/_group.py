@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import Array, describe, is_number
+from ..arrays import describe, is_number
 from ..keywords import explains_keywords
-from ._lanes import HostLanes, Lanes, Move
+from ._lanes import Arrays, HostLanes, Route
 from ._schedule import Program, Step
 
 __all__ = ["Group", "PeerLost"]
@@ -46,20 +46,13 @@ class Work(Protocol):
         """The steps in their order, with the events that they wait for."""
 
     @property
-    def bound(self) -> dict[int, Any]:
-        """The results of `Lanes.bound` for the moves of this rank's steps, by the number of the step."""
+    def arrays(self) -> Arrays: ...
 
-    def moves(self, number: int) -> Sequence[Move]:
+    def routes(self, number: int) -> Sequence[Route]:
         """Return the rows that a step moves, on any rank."""
 
-    def source(self, step: Step, move: Move) -> Array:
-        """Return the array of this rank that a step of any rank reads."""
-
-    def target(self, step: Step, move: Move) -> Array:
-        """Return the array that a step of this rank writes to."""
-
-    def act(self, step: Step) -> None:
-        """Run the computation of a step of this rank."""
+    def do(self, number: int, source: Work) -> None:
+        """Run a step of this rank that reads arrays of another, or of this one."""
 
 
 @explains_keywords
@@ -85,7 +78,7 @@ class Group:  # numpydoc ignore=PR01
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._lanes: Lanes = HostLanes()
+        self._lanes = HostLanes()
 
     @property
     def _is_on_host(self) -> bool:
@@ -150,9 +143,9 @@ class Group:  # numpydoc ignore=PR01
 
 def call_reasons(calls: list[str]) -> list[str]:
     """Return why ranks do not make the same call."""
-    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
-    if other is None:
+    if calls.count(calls[0]) == len(calls):
         return []
+    other = next(rank for rank, call in enumerate(calls) if call != calls[0])
     return [f"ranks must ask for the same call: rank 0 asks for {calls[0]}, rank {other} for {calls[other]}"]
 
 

@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array
 from ..executors import gpu
+from ..executors._results import bound_row_sums
 from ..plans.plan import Plan
-from ._schedule import Issue, receives
+from ._schedule import Issue
 
-Launcher = Callable[[Sequence[Array]], None]
+Arrays = Mapping[str, Array]
 Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
+
+
+Task = Callable[[Any, Any], None]  # takes the passes of the rank that runs a step and of the rank whose rows it reads
+
+
+class Region(NamedTuple):
+    """A part of an array of a pass.
+
+    Attributes
+    ----------
+    name : str
+        The name of the array.
+    where : tuple
+        The index of the part.
+    start, shape : int, tuple of int
+        If there is a shape, the array has one axis, and its elements from `start` on, in this shape, are indexed.
+    """
+
+    name: str
+    where: tuple[Any, ...] = (...,)
+    start: int = 0
+    shape: tuple[int, ...] = ()
+
+    def of(self, arrays: Arrays) -> Array:
+        whole = arrays[self.name]
+        if self.shape:
+            whole = whole[self.start : self.start + math.prod(self.shape)].reshape(self.shape)
+        return whole[self.where]
 
 
 class Move(NamedTuple):
@@ -36,20 +68,31 @@ class Move(NamedTuple):
     to_heads: slice
     runs: tuple[tuple[int, int, int], ...]
 
-    def parts(self, target: Array, source: Array) -> list[tuple[Array, Array]]:
-        """Return each run as views of the target and of the source."""
-        return [
-            (target[..., self.to_heads, to : to + rows, :], source[..., self.heads, first : first + rows, :])
-            for first, to, rows in self.runs
-        ]
-
     def written(self, target: Array) -> list[Array]:
-        """Return the runs as views of the target alone."""
+        """Return the runs as views of the target."""
         return [target[..., self.to_heads, to : to + rows, :] for _, to, rows in self.runs]
 
     def read(self, source: Array) -> list[Array]:
-        """Return the runs as views of the source alone."""
+        """Return the runs as views of the source."""
         return [source[..., self.heads, first : first + rows, :] for first, _, rows in self.runs]
+
+
+Route = tuple[Move, Region, Region]  # rows, and the parts of arrays to which and from which they move
+
+
+class RowSums(NamedTuple):
+    """Rows of two arrays, each the sum of rows of other arrays in a fixed order, or zero.
+
+    Attributes
+    ----------
+    pairs : tuple of (Region, Region, Region)
+        For each of the two arrays [..., heads, rows, dim]: where it is written, and where own and received terms are.
+    table : int32 array [rows, 1 + terms]
+        A row that is written, and its terms in order: own rows, then received rows after all own ones, -1 for none.
+    """
+
+    pairs: tuple[tuple[Region, Region, Region], ...]
+    table: Array
 
 
 def joint_runs(source: Array, target: Array) -> tuple[tuple[int, int, int], ...]:
@@ -69,6 +112,7 @@ class HostLanes:
     """Lanes of a rank with NumPy arrays: a step is over when it returns."""
 
     namespace: Any = np
+    kernels: Any = nullcontext()
 
     def current(self) -> Any:
         """Return a context in which the rank allocates arrays."""
@@ -83,29 +127,49 @@ class HostLanes:
         do()
         return None
 
-    def bound(self, target: Array, source: Array, move: Move) -> Any:
-        """Return what `copy` needs to know of a move between arrays with the layouts of these."""
-        return move
+    def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
+        """Return a function that copies rows to this rank, for arrays with the layouts of these."""
 
-    def copy(self, target: Array, source: Array, bound: Any) -> None:
-        """Copy rows to this rank, from an array of any rank."""
-        for own, other in bound.parts(target, source):
-            own[...] = other
+        def copy(own: Any, other: Any) -> None:
+            for move, to, start in routes:
+                for target, source in zip(move.written(to.of(own.arrays)), move.read(start.of(other.arrays))):
+                    target[...] = source
+
+        return copy
+
+    def sent(self, table: Array) -> Array:
+        """Return a table where the arrays of the rank are."""
+        return table
+
+    def adder(self, sums: RowSums, arrays: Arrays) -> Task:
+        """Return a function that writes rows as sums of rows, for arrays with the layouts of these."""
+        terms = [(np.flatnonzero(places >= 0), places[places >= 0]) for places in sums.table.T[1:]]
+
+        def add(own: Any, other: Any) -> None:
+            for to, *sources in sums.pairs:
+                target, rows = to.of(own.arrays), np.concatenate([each.of(own.arrays) for each in sources], axis=-2)
+                total = np.zeros((*target.shape[:-2], len(sums.table), target.shape[-1]), rows.dtype)
+                for n, (written, places) in enumerate(terms):
+                    term = rows[..., places, :]
+                    total[..., written, :] = total[..., written, :] + term if n else term  # 0 + -0 would be 0
+                target[..., sums.table[:, 0], :] = total
+
+        return add
 
     def launcher(
-        self, plan: Plan, name: str, arrays: Mapping[str, Array], outs: Mapping[str, Array], wholes: Sequence[Array]
-    ) -> Launcher | None:  # fmt: skip
-        """Return a function that runs a pass on the same parts of other arrays; None if the pass is not bound so.
+        self, plan: Plan, name: str, inputs: Mapping[str, Region], outs: Mapping[str, Region], arrays: Arrays
+    ) -> Task | None:  # fmt: skip
+        """Return a function that runs a pass on these parts of arrays; None if it does more than to launch kernels.
 
         Parameters
         ----------
         plan : Plan
         name : str
             The pass.
-        arrays, outs : dict of arrays by name
-            The arrays that it reads and writes, each a part of an array.
-        wholes : sequence of arrays
-            These arrays, in the same order. The function takes arrays with their layouts.
+        inputs, outs : dict of Region by name
+            What it reads and writes.
+        arrays : dict of arrays by name
+            The function takes arrays with their layouts.
         """
         return None
 
@@ -113,7 +177,59 @@ class HostLanes:
         """Make later work of this rank wait for these events."""
 
 
-class DeviceLanes:
+class CudaLanes(HostLanes):
+    """Lanes of a rank with CuPy arrays on its current device, whose steps are queued on the stream `kernels`."""
+
+    def __init__(self) -> None:
+        self.namespace = gpu.namespace()
+        self._cuda = self.namespace.cuda
+
+    def start(self) -> Event:
+        self.kernels = self._cuda.get_current_stream()
+        return None
+
+    def sent(self, table: Array) -> Array:
+        on_device = self.namespace.asarray(table)
+        self._cuda.get_current_stream().synchronize()  # later calls may run on other streams
+        return on_device
+
+    def adder(self, sums: RowSums, arrays: Arrays) -> Task:
+        parts = [[each.of(arrays) for each in pair] for pair in sums.pairs]
+        bound, table = bound_row_sums(parts, sums.table, gpu.current_target()), sums.table
+        written, *terms = zip(*([_place(each, arrays) for each in pair] for pair in sums.pairs))
+        read = list(itertools.chain(*zip(*terms)))
+
+        def add(own: Any, other: Any) -> None:
+            now = own.arrays
+            addresses = [now[name].data.ptr + offset for name, offset in read]
+            addresses.append(table.data.ptr)
+            addresses += [now[name].data.ptr + offset for name, offset in written]
+            bound.launch(addresses, self.kernels)
+
+        return add
+
+    def launcher(
+        self, plan: Plan, name: str, inputs: Mapping[str, Region], outs: Mapping[str, Region], arrays: Arrays
+    ) -> Task | None:  # fmt: skip
+        if not plan._is_launches_alone(name, outs):
+            return None
+        regions = {**inputs, **outs}
+        parts = {each: region.of(arrays) for each, region in regions.items()}
+        bound = gpu.bound_pass(plan._plan, name, plan._plan.problem.keyed(parts), {})
+        if bound.record.zeroed:
+            return None
+        places, numbers = [_place(region, arrays) for region in regions.values()], plan._numbers
+
+        def launch(own: Any, other: Any) -> None:
+            now = own.arrays
+            addresses = [now[name].data.ptr + offset for name, offset in places]
+            addresses += numbers
+            bound.launch(addresses, self.kernels)
+
+        return launch
+
+
+class DeviceLanes(CudaLanes):
     """Lanes of a rank on a GPU: its current stream for kernels, and a separate stream for copies of peer memory.
 
     Copies from peers use the copy engines, so that kernels keep all multiprocessors. Copies within a GPU do not: they
@@ -127,101 +243,70 @@ class DeviceLanes:
     """
 
     def __init__(self, device: int, devices: Sequence[int]) -> None:
-        self.device, self.namespace = device, gpu.namespace()
-        cuda = self._cuda = self.namespace.cuda
+        super().__init__()
+        self.device, cuda = device, self._cuda
         with cuda.Device(device):
             self._copies = cuda.Stream(non_blocking=True)
             for peer in {*devices} - {device}:
                 _enable_access(cuda.runtime, device, peer)
-        self._kernels: Any = None
+            # by number of the step; each pass records them once more, which does not affect waits that are queued
+            self._events = defaultdict[int, Event](partial(cuda.Event, disable_timing=True))
+            self._start = self._events[-1]
         self._stream = self._copies  # of the step that is being queued
-        self._events: dict[int, Event] = {}  # by number of the step; recorded by each pass
 
     def current(self) -> Any:
         return self._cuda.Device(self.device)
 
     def start(self) -> Event:
-        self._kernels = self._cuda.get_current_stream()
-        return self._kernels.record(self._event(-1))
+        super().start()
+        return self.kernels.record(self._start)
 
     def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
-        if receives(issue.step):
-            return self._queue(self._copies, issue, events, do)
-        with self._cuda.Device(self.device), self._kernels:
-            return self._queue(self._kernels, issue, events, do)
-
-    def _queue(self, stream: Any, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
+        stream = self._stream = self._copies if issue.step.rank != issue.step.source else self.kernels
         for event in events:
             stream.wait_event(event)
-        self._stream = stream
         do()
-        return stream.record(self._event(issue.number)) if issue.is_awaited else None
+        return stream.record(self._events[issue.number]) if issue.is_awaited else None
 
-    def bound(self, target: Array, source: Array, move: Move) -> Any:
-        """Return the copies of a move, one for each run of rows and batch entry: offsets, pitches, width and height.
+    def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
+        """Return a function that queues copies: as few as possible, each of adjacent rows of heads at equal distances.
 
-        All heads of a run are one copy; the elements of a row must be adjacent.
+        The elements of a row must be adjacent.
         """
-        row = target.shape[-1] * target.dtype.itemsize
-        heads = len(range(*move.heads.indices(source.shape[-3])))
-        to_first, from_first = move.to_heads.start or 0, move.heads.start or 0
-        return [
-            (
-                _offset(target, (*entry, to_first)) + to * row, max(target.strides[-3], rows * row),
-                _offset(source, (*entry, from_first)) + first * row, max(source.strides[-3], rows * row),
-                rows * row, heads,
-            )
-            for entry in itertools.product(*map(range, target.shape[:-3])) if heads
-            for first, to, rows in move.runs
-        ]  # fmt: skip
+        copies, following = list[list[Any]](), dict[Any, list[Any]]()
+        for move, to, start in routes:
+            for target, source in zip(move.written(to.of(mine)), move.read(start.of(theirs))):
+                width, height = target.shape[-2] * target.shape[-1] * target.dtype.itemsize, target.shape[-3]
+                pitches = [max(each.strides[-3], width) for each in (target, source)]
+                for entry in np.ndindex(target.shape[:-3]) if target.size else ():
+                    at = target[entry].data.ptr - mine[to.name].data.ptr
+                    begin = source[entry].data.ptr - theirs[start.name].data.ptr
+                    kind = to.name, start.name, width, *pitches
+                    copied = following.pop((kind, at, begin), None)
+                    if copied is None:
+                        copied = [to.name, at, pitches[0], start.name, begin, pitches[1], width, 0]
+                        copies.append(copied)
+                    copied[-1] += height
+                    following[kind, at + height * pitches[0], begin + height * pitches[1]] = copied
+        copy_rows, kind_of_copy = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault
 
-    def copy(self, target: Array, source: Array, bound: Any) -> None:
-        copy, kind, stream = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault, self._stream.ptr
-        to, start = target.data.ptr, source.data.ptr
-        for to_offset, to_pitch, offset, pitch, width, height in bound:
-            copy(to + to_offset, to_pitch, start + offset, pitch, width, height, kind, stream)
+        def copy(own: Any, other: Any) -> None:
+            now, of_source, stream = own.arrays, other.arrays, self._stream.ptr
+            for to_name, at, to_pitch, name, begin, pitch, width, height in copies:
+                target, source = now[to_name].data.ptr + at, of_source[name].data.ptr + begin
+                copy_rows(target, to_pitch, source, pitch, width, height, kind_of_copy, stream)
 
-    def launcher(
-        self, plan: Plan, name: str, arrays: Mapping[str, Array], outs: Mapping[str, Array], wholes: Sequence[Array]
-    ) -> Launcher | None:  # fmt: skip
-        """Return a function that launches a pass; None if it does more than to launch kernels."""
-        if not plan._is_launches_alone(name, outs):
-            return None
-        parts = [*arrays.values(), *outs.values()]
-        bound = gpu.bound_pass(plan._plan, name, {**plan._plan.problem.keyed(arrays), **outs}, {})
-        zeroed, numbers, set_memory = bound.record.zeroed, plan._numbers, self._cuda.runtime.memsetAsync
-        if not all(parts[place].flags.c_contiguous for place, _ in zeroed):
-            return None
-        offsets = [part.data.ptr - whole.data.ptr for part, whole in zip(parts, wholes)]
-
-        def launch(wholes: Sequence[Array]) -> None:
-            addresses = [whole.data.ptr + offset for whole, offset in zip(wholes, offsets)]
-            for place, nbytes in zeroed:
-                set_memory(addresses[place], 0, nbytes, self._kernels.ptr)
-            bound.launch([*addresses, *numbers], self._kernels)
-
-        return launch
+        return copy
 
     def finish(self, events: Sequence[Event]) -> None:
         with self._cuda.Device(self.device):  # whose default stream the kernels may use
             for event in events:
-                self._kernels.wait_event(event)
-
-    def _event(self, number: int) -> Event:
-        """Return the event of a step, which each pass records once more; waits that are queued are not affected."""
-        event = self._events.get(number)
-        if event is None:
-            with self._cuda.Device(self.device):
-                event = self._events[number] = self._cuda.Event(disable_timing=True)
-        return event
+                self.kernels.wait_event(event)
 
 
-def _offset(array: Array, index: tuple[int, ...]) -> int:
-    """Return the bytes from the start of an array to the element at an index of its first axes."""
-    return sum(n * stride for n, stride in zip(index, array.strides))
-
-
-Lanes = HostLanes | DeviceLanes
+def _place(region: Region, arrays: Arrays) -> tuple[str, int]:
+    """Return the name of an array, and the bytes from its start to that of a part of it."""
+    return region.name, region.of(arrays).data.ptr - arrays[region.name].data.ptr
 
 
 def _enable_access(runtime: Any, device: int, peer: int) -> None:

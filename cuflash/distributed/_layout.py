@@ -48,12 +48,7 @@ class Rows:
 
     def runs(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the positions first <= i < stop of a rank's rows."""
-        rows = self.of_rank[rank]
-        if not len(rows):
-            return ()
-        ends = np.flatnonzero(np.diff(rows) > 1)
-        firsts, lasts = rows[np.r_[0, ends + 1]], rows[np.r_[ends, len(rows) - 1]]
-        return tuple((int(first), int(last) + 1) for first, last in zip(firsts, lasts))
+        return tuple((first, first + count) for _, first, count in self.places[rank])
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:

@@ -247,7 +247,7 @@ class ContextParallel:
             gather = Gather(group, {"x": own}, self._posed.queries.places)
         group._perform("unshard", {} if gather is None else {"x": _like(x)}, reasons, gather)
         assert gather is not None
-        return gather.whole["x"].reshape(*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1])
+        return gather.arrays["all x"].reshape(*x.shape[:-2], self._posed.shape.seqlen_q, x.shape[-1])
 
     # Attention.
 
@@ -339,9 +339,9 @@ class ContextParallel:
         if prepared is None:
             self._group._perform("attention", {}, reasons)
         assert prepared is not None
-        call = RankCall(self._group, self._posed, prepared, arrays)
+        call = RankCall(prepared, arrays)
         self._group._perform("attention", prepared.texts, [], call)
-        return ((call.o, call.lse) if return_lse else call.o), Pullback(call)
+        return ((call.o, call.lse) if return_lse else call.o), Pullback(call.without_keys())
 
     def _array_reasons(self, name: str, array: Any) -> list[str]:
         posed, is_query = self._posed, name == "q"
@@ -363,7 +363,8 @@ class ContextParallel:
         """Return this rank's groups of heads with their plans, for calls on arrays with these layouts."""
         rank, posed = self._group.rank, self._posed
         parts = [posed.part(rank, heads, q, k, v) for heads in posed.kv_groups(rank)]
-        return Prepared(parts, {name: _like(x) for name, x in (("q", q), ("k", k), ("v", v))})
+        texts = dict(zip("qkv", map(_like, (q, k, v))))
+        return Prepared(self._group, posed, parts, texts, (q.shape[-1], v.shape[-1]), q.dtype)
 
     # Bytes that ranks exchange
 

@@ -2,345 +2,324 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, describe, namespace
+from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, namespace
 from ..executors import gpu
-from ..executors._bound_plan import BoundPlan
 from ..keywords import explains_keywords
 from ..plans.fit import require_fit
-from ..plans.plan import Gradients, Plan, named_gradients
+from ..plans.plan import Gradients, named_gradients
 from ._group import Group
-from ._lanes import Lanes, Launcher, Move
+from ._lanes import Move, Region, Route, RowSums, Task
 from ._posed import Part, Posed
-from ._schedule import ADD, COPY, NUM_BUFFERS, Step, program
+from ._schedule import ADD, COPY, NUM_BUFFERS, TAKE, Program, Step, program
+
+_ALIGNMENT = 128  # elements; parts of memory that several arrays share start at multiples of it
 
 
-Region = tuple[Array, tuple[Any, ...]]  # an array, and the index of a part of it
+class Pass:
+    """The steps of a pass on this rank; each is prepared once for arrays of one layout.
+
+    Attributes
+    ----------
+    group : Group
+    steps, program
+        Those of all ranks.
+    arrays : dict of arrays by name
+        This rank's arrays, which other ranks read.
+    """
+
+    def __init__(
+        self, group: Group, steps: Sequence[Step], issued: Program, arrays: dict[str, Array], tasks: dict[int, Task]
+    ) -> None:  # fmt: skip
+        self.group, self.steps, self.program, self.arrays, self._tasks = group, steps, issued, arrays, tasks
+
+    def routes(self, number: int) -> Sequence[Route]:
+        """Return the rows that a step moves, on any rank."""
+        raise NotImplementedError
+
+    def do(self, number: int, source: Any) -> None:
+        """Run a step of this rank that reads the arrays of a pass of another, or of this one."""
+        task = self._tasks.get(number)
+        if task is None:
+            task = self._tasks[number] = self._prepared(number, source)
+        task(self, source)
+
+    def _prepared(self, number: int, source: Any) -> Task:
+        """Return a function that runs a step."""
+        return self.group._lanes.copier(self.routes(number), self.arrays, source.arrays)
+
+
+class Gather(Pass):
+    """Copies that collect the rows of all ranks on every rank, for arrays [heads, rows, dim].
+
+    Each array has the rows of all ranks in "all " with its name.
+    """
+
+    def __init__(self, group: Group, arrays: Mapping[str, Array], places: Sequence[tuple[tuple[int, int, int], ...]]):
+        steps = tuple(Step(COPY, rank, source, 0) for rank in range(group.size) for source in range(group.size))
+        rows, self._places, self._names = sum(count for runs in places for _, _, count in runs), places, [*arrays]
+        every = {f"all {name}": namespace(x).empty((len(x), rows, x.shape[2]), x.dtype) for name, x in arrays.items()}
+        super().__init__(group, steps, program(steps, group.size), {**arrays, **every}, {})
+
+    def routes(self, number: int) -> list[Route]:
+        runs, every = self._places[self.steps[number].source], slice(0, None)
+        return [(Move(name, every, every, runs), Region(f"all {name}"), Region(name)) for name in self._names]
 
 
 @dataclass(eq=False)
 class Prepared:
-    """The plans and bound launches of a rank's calls on arrays of one layout, filled by the first call.
+    """Plans, memory and prepared steps of a rank's calls on arrays of one layout.
 
     Attributes
     ----------
+    group : Group
+    posed : Posed
     parts : list of Part
         The groups of heads with their plans.
     texts : dict of str by name
         The arguments that must be equal on all ranks.
+    dims : (int, int)
+        head_dim and value_dim.
+    dtype : dtype
+    tasks : dict of functions by pass and number of the step
+    constants : dict of arrays by name
+        Arrays that plans read in addition to q, k and v.
+    memory : dict of dict of ShapeDtype by name, by pass
+        Memory that each call needs in addition to its results.
+    regions : dict of Region by (name of the memory, "k" or "v", group)
+        With the method "gather": "keys" of all ranks, "sums" of their gradients, and gradients that are "received".
     """
 
+    group: Group
+    posed: Posed
     parts: list[Part]
     texts: dict[str, str]
-    _bound: dict[Any, BoundPlan] = field(default_factory=dict)
-    _launches: dict[Any, Launcher] = field(default_factory=dict)
-    _copies: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    dims: tuple[int, int]
+    dtype: np.dtype[np.generic]
+    tasks: dict[Any, dict[int, Task]] = field(default_factory=dict, init=False)
+    constants: dict[str, Array] = field(default_factory=dict, init=False)
+    memory: dict[str, dict[str, ShapeDtype]] = field(default_factory=dict, init=False)
+    regions: dict[tuple[str, str, int], Region] = field(default_factory=dict, init=False)
 
-    def copies(self, key: Any) -> dict[int, Any]:
-        """Return what is known of the moves of a pass, by the number of the step."""
-        return self._copies.setdefault(key, {})
+    def __post_init__(self) -> None:
+        posed, wide = self.posed, accumulator_dtype(self.dtype)
+        if posed.method == "gather":
+            num_keys = posed.shape.seqlen_kv
+            keys = {"keys": ShapeDtype((self._share("keys", num_keys),), self.dtype)}
+            rows = {"sums": num_keys, "received": posed.first_returned(self.group.rank, posed.size)}
+            sums = {name: ShapeDtype((self._share(name, count),), wide) for name, count in rows.items()}
+            self.memory |= {"forward": keys, "backward": keys | sums}
+            return
+        num_heads, num_kv_heads = (each.stop - each.start for each in (self.parts[0].heads, self.parts[0].kv_heads))
+        of_queries, of_keys = (num_heads, posed.shape.seqlen_q), (num_kv_heads, posed.shape.seqlen_kv)
+        for name, count in zip(("q", "k", "v", "o", "lse"), (*self.dims[:1] * 2, *self.dims[1:] * 2, 1)):
+            shape = *posed.shape.batch, *(of_keys if name in ("k", "v") else of_queries), count
+            like = ShapeDtype(shape, wide if name == "lse" else self.dtype)
+            for of_pass, prefix in (("forward", "all "), ("backward", "all d")):
+                self.memory.setdefault(of_pass, {})[prefix + name] = like
 
-    def run(
-        self, lanes: Lanes, name: str, key: Any, plan: Plan, arrays: Mapping[str, Region], outs: Mapping[str, Region]
-    ) -> Sequence[Array]:  # fmt: skip
-        """Run a pass of a plan, which is bound once for each key.
+    def _share(self, name: str, rows: int) -> int:
+        """Assign regions of memory to keys and values of all groups, in turn, and return the number of elements."""
+        size, starts = 0, dict[tuple[str, int], tuple[int, tuple[int, ...]]]()
+        for group, (first, stop) in enumerate(self.posed.groups):
+            end = 0
+            for each, columns in zip("kv", self.dims):
+                shape = *self.posed.shape.batch, stop - first, rows, columns
+                starts[each, group] = end, shape
+                end += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+            size = max(size, end)
+        for (each, group), (start, shape) in starts.items():
+            self.regions[name, each, group] = Region(name, (...,), group % NUM_BUFFERS * size + start, shape)
+        return min(NUM_BUFFERS, len(self.posed.groups)) * size
 
-        Return all results in the plan's order; none if kernels alone have written them.
-        """
-        launch = self._launches.get(key)
+    @cached_property
+    def tables(self) -> tuple[Array, Array]:
+        """The tables of `RowSums` of own keys, and of gradients that are received."""
+        posed, rank, sent = self.posed, self.group.rank, self.group._lanes.sent
+        return sent(posed.own_keys(rank)), sent(posed.returned_gradients(rank))
+
+
+class _Attention(Pass):
+    """A pass of attention on this rank."""
+
+    name: str
+
+    def __init__(self, prepared: Prepared, key: Any, arrays: Mapping[str, Array]) -> None:
+        self.prepared, self.posed, self.parts = prepared, prepared.posed, prepared.parts
+        self._gathers, empty = self.posed.method == "gather", prepared.group._lanes.namespace.empty
+        memory = {name: empty(like.shape, like.dtype) for name, like in prepared.memory[self.name].items()}
+        steps, issued, every = self.posed.steps, self.posed.programs, {**prepared.constants, **arrays, **memory}
+        tasks = prepared.tasks.setdefault(key, {})
+        super().__init__(prepared.group, steps[self.name], issued[self.name], every, tasks)
+
+    def routes(self, number: int) -> list[Route]:
+        step = self.steps[number]
+        moves = (move for move in self.posed.moves(self.name, number) if move.name != "dlse" or "dlse" in self.arrays)
+        return [(move, *self._ends(step, move.name)) for move in moves]
+
+    def _ends(self, step: Step, name: str) -> tuple[Region, Region]:
+        """Return where rows of an array go, and where they come from."""
+        if not self._gathers:
+            ends = Region(f"all {name}"), Region(name)
+            return ends if step.kind == COPY else (ends[1], ends[0])
+        regions, group = self.prepared.regions, step.group
+        if step.kind == COPY:
+            return regions["keys", name, group], Region(name)
+        return regions["received", name[1:], group], regions["sums", name[1:], group]
+
+    def _prepared(self, number: int, source: Any) -> Task:
+        step = self.steps[number]
+        if step.kind in (COPY, TAKE):
+            return super()._prepared(number, source)
+        regions, tasks = self.prepared.regions, list[Task]()
+        if self._gathers:
+            is_sum, group, pairs = step.kind == ADD, step.group, list[tuple[Region, Region, Region]]()
+            for each in "kv":
+                own = Region("d" * is_sum + each, (..., self.parts[group].kv_heads, slice(None), slice(None)))
+                if is_sum:
+                    pairs.append((own, regions["sums", each, group], regions["received", each, group]))
+                else:
+                    pairs.append((regions["keys", each, group], own, own))
+            sums = RowSums(tuple(pairs), self.prepared.tables[is_sum])
+            tasks.append(self.group._lanes.adder(sums, self.arrays))
+        if step.kind != ADD:
+            tasks += (self._attending(step.group, n) for n in range(len(self.parts[step.group].plans)))
+        if len(tasks) == 1:
+            return tasks[0]
+
+        def run(own: Any, other: Any) -> None:
+            for task in tasks:
+                task(own, other)
+
+        return run
+
+    def _attending(self, group: int, n: int) -> Task:
+        """Return a function that runs plan `n` of a group of heads."""
+        part, lanes = self.parts[group], self.group._lanes
+        rows, plan = part.plans[n]
+        heads, prefix = (part.heads, "") if self._gathers else (slice(None), "all ")
+
+        def queries(*names: str) -> dict[str, Region]:
+            return {
+                name: Region(prefix + name, (..., heads, rows, 0 if "lse" in name else slice(None)))
+                for name in names if name in self.arrays
+            }  # fmt: skip
+
+        def keys(memory: str, *names: str) -> dict[str, Region]:
+            of = self.prepared.regions
+            return {name: of[memory, name[-1], group] if self._gathers else Region(prefix + name) for name in names}
+
+        if self.name == "forward":
+            inputs, outs = queries("q"), queries("o", "lse")
+        else:
+            inputs, outs = queries("do", "q", "o", "lse", "dlse"), queries("dq")
+            outs |= {} if n else keys("sums", "dk", "dv")
+        inputs |= keys("keys", "k", "v")
+        for name, array in plan._with_operands(self.name, {}, part.operands).items():
+            inputs[name] = Region(f"{name} of {group}.{n}")
+            self.arrays[inputs[name].name] = self.prepared.constants[inputs[name].name] = array
+        read, written = ({name: each.of(self.arrays) for name, each in some.items()} for some in (inputs, outs))
+        require_fit(plan._plan, plan.executor, self.name, read, {})
+        launch = lanes.launcher(plan, self.name, inputs, outs, self.arrays)
         if launch is not None:
-            launch([whole for whole, _ in arrays.values()] + [whole for whole, _ in outs.values()])
-            return ()
-        read, written = ({each: whole[index] for each, (whole, index) in some.items()} for some in (arrays, outs))
-        bound = self._bound.get(key)
-        if bound is None:
-            require_fit(plan._plan, plan.executor, name, read, {})
-            bound = self._bound[key] = plan._bind(name, read, written)
-            wholes = [whole for whole, _ in (*arrays.values(), *outs.values())]
-            if (launch := lanes.launcher(plan, name, read, written, wholes)) is not None:
-                self._launches[key] = launch
-        if plan._lists is not None:
-            plan._lists.guard.use(gpu.current_target().stream())
-        results = bound.run(read, written, plan._numbers)
-        for out, result in zip(written.values(), results):
-            if out is not result:  # which was scaled or summed after the kernels
-                out[...] = result
-        return results
+            return launch
+        bound = plan._bind(self.name, read, written)
+
+        def run(own: Any, other: Any) -> None:
+            if plan._lists is not None:
+                plan._lists.guard.use(gpu.current_target().stream())
+            read, written = ({name: each.of(own.arrays) for name, each in some.items()} for some in (inputs, outs))
+            results = bound.run(read, written, plan._numbers)
+            for out, result in zip(written.values(), results):
+                if out is not result:  # which was scaled or summed after the kernels
+                    out[...] = result
+            if own.name == "backward":
+                own.keep(part, group, n, named_gradients(plan._plan.problem, results))
+
+        return run
 
 
-class Gather:
-    """Copies that collect the rows of all ranks on every rank, for arrays [heads, rows, dim].
+class RankCall(_Attention):
+    """The forward pass of one call on this rank.
 
     Attributes
     ----------
-    whole : dict of arrays by name
-        The arrays with the rows of all ranks.
-    """
-
-    def __init__(self, group: Group, arrays: Mapping[str, Array], places: Sequence[tuple[tuple[int, int, int], ...]]):
-        self._places, self._own, self.bound = places, arrays, dict[int, Any]()
-        self.steps = tuple(Step(COPY, rank, source, 0) for rank in range(group.size) for source in range(group.size))
-        self.program = program(self.steps, group.size)
-        rows = sum(count for runs in places for _, _, count in runs)
-        self.whole = {
-            name: namespace(x).empty((x.shape[0], rows, x.shape[2]), x.dtype) for name, x in arrays.items()
-        }  # fmt: skip
-
-    def moves(self, number: int) -> list[Move]:
-        source = self.steps[number].source
-        return [Move(name, slice(0, None), slice(0, None), self._places[source]) for name in self.whole]
-
-    def source(self, step: Step, move: Move) -> Array:
-        return self._own[move.name]
-
-    def target(self, step: Step, move: Move) -> Array:
-        return self.whole[move.name]
-
-    def act(self, step: Step) -> None:
-        raise AssertionError(step)
-
-
-class RankCall:
-    """One call on this rank: its arrays, its buffers, and its forward pass.
-
-    Attributes
-    ----------
-    inputs : dict of arrays by name
-        This rank's rows of q, k, v, do and dlse, which other ranks read.
     o, lse : array
         Results of this rank's rows.
-    buffers : dict of arrays by name and turn
-        Rows that this rank gathers.
-    results : dict of arrays by name
-        With the method "heads": o and lse of this rank's own heads, whose rows other ranks read.
     """
 
     name = "forward"
 
-    def __init__(self, group: Group, posed: Posed, prepared: Prepared, arrays: Mapping[str, Array]) -> None:
-        self.group, self.posed, self.prepared, self.parts = group, posed, prepared, prepared.parts
-        self.steps, self.program = posed.steps[self.name], posed.programs[self.name]
-        self.bound = prepared.copies(self.name)
-        xp = self.xp = group._lanes.namespace
-        self.inputs = {name: xp.ascontiguousarray(x) for name, x in arrays.items()}
-        q, k, v = self.inputs.values()
+    def __init__(self, prepared: Prepared, arrays: Mapping[str, Array]) -> None:
+        xp = self.xp = prepared.group._lanes.namespace
+        q, _, v = own = [x if x.flags.c_contiguous else xp.ascontiguousarray(x) for x in arrays.values()]
         self.o = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
         self.lse = xp.empty(q.shape[:-1], accumulator_dtype(q.dtype))
-        self.buffers, self.results = dict[tuple[str, int], Array](), dict[str, Array]()
-        if posed.method == "gather":
-            make = xp.empty if posed.gathers_all(group.rank) else xp.zeros  # keys that nothing writes must be finite
-            for turn in range(posed.num_buffers):
-                for name, x in (("k", k), ("v", v)):
-                    self.buffers[name, turn] = make(posed.keys_shape(x), x.dtype)
-        else:
-            for name, x in (("q", q), ("k", k), ("v", v)):
-                self.buffers[name, 0] = self.rows_of_heads(name in ("k", "v"), x)
-            for name, x in (("o", self.o), ("lse", self.lse[..., None])):
-                self.results[name] = self.rows_of_heads(False, x)
+        results = {"o": self.o, "lse": self.lse[..., None]}
+        super().__init__(prepared, self.name, dict(zip(arrays, own)) | results)
 
-    def rows_of_heads(self, is_key: bool, like: Array) -> Array:
-        """Return new memory for all rows of this rank's own heads."""
-        part, whole = self.parts[0], self.posed.shape
-        heads, rows = (part.kv_heads, whole.seqlen_kv) if is_key else (part.heads, whole.seqlen_q)
-        return self.xp.empty((*like.shape[:-3], heads.stop - heads.start, rows, like.shape[-1]), like.dtype)
-
-    def moves(self, number: int) -> Sequence[Move]:
-        return self.posed.moves(self.name, number)
-
-    def source(self, step: Step, move: Move) -> Array:
-        return (self.inputs if step.kind == COPY else self.results)[move.name]
-
-    def target(self, step: Step, move: Move) -> Array:
-        if step.kind == COPY:
-            return self.buffers[move.name, step.group % NUM_BUFFERS]
-        return self.o if move.name == "o" else self.lse[..., None]
-
-    def keys(self, name: str, group: int) -> Region:
-        """Return the gathered keys, or values, of a group of heads."""
-        return self.buffers[name, group % NUM_BUFFERS], (..., _first_heads(self.parts[group]), slice(None), slice(None))
-
-    def queries(self, name: str) -> Array:
-        """Return the rows of queries that this rank computes, such as q, o [..., rows, dim] or lse [..., rows, 1]."""
-        if self.posed.method == "heads":
-            return self.results[name] if name in ("o", "lse") else self.buffers[name, 0]
-        return {"o": self.o, "lse": self.lse[..., None]}.get(name, self.inputs.get(name))
-
-    def index(self, group: int, rows: slice) -> tuple[Any, ...]:
-        """Return the index of a group of heads and of some rows in arrays of queries."""
-        return ..., self.parts[group].heads if self.posed.method == "gather" else slice(None), rows, slice(None)
-
-    def act(self, step: Step) -> None:
-        """Compute attention for a group of heads."""
-        group, part = step.group, self.parts[step.group]
-        k, v, q, o, lse = self.keys("k", group), self.keys("v", group), *map(self.queries, ("q", "o", "lse"))
-        for n, (rows, plan) in enumerate(part.plans):
-            index = self.index(group, rows)
-            arrays = {"q": (q, index), "k": k, "v": v, **_wholes(plan._captured), **_wholes(part.operands)}
-            outs = {"o": (o, index), "lse": (lse, (*index[:-1], 0))}
-            self.prepared.run(self.group._lanes, self.name, (self.name, group, n), plan, arrays, outs)
+    def without_keys(self) -> RankCall:
+        """Return this call without the keys that it gathered; the backward pass gathers them again."""
+        call = copy(self)
+        call.arrays = {name: x for name, x in self.arrays.items() if name != "keys"}
+        return call
 
 
-def _first_heads(part: Part) -> slice:
-    """Return the place of a group of heads in memory for the largest group."""
-    return slice(0, part.kv_heads.stop - part.kv_heads.start)
-
-
-def _wholes(arrays: Mapping[str, Array]) -> dict[str, Region]:
-    return {name: (array, (...,)) for name, array in arrays.items()}
-
-
-class _Backward:
+class _Backward(_Attention):
     """The backward pass of one call on this rank.
 
     Attributes
     ----------
-    dq, dk, dv : array
-        Gradients of this rank's rows.
     others : dict of arrays by name
         This rank's part of the gradients of other arrays, in the dtype of accumulators.
     """
 
     name = "backward"
 
-    def __init__(self, call: RankCall) -> None:
-        self.call, posed, inputs, xp = call, call.posed, call.inputs, call.xp
-        self.steps, self.program = posed.steps[self.name], posed.programs[self.name]
-        self.key = self.name, "dlse" in inputs
-        self.bound = call.prepared.copies(self.key)
-        self.dq, self.dk, self.dv = (xp.empty_like(inputs[name]) for name in ("q", "k", "v"))
-        self.others = dict[str, Array]()
-        self.results, self._taken = dict[tuple[str, int], Array](), dict[tuple[str, int, int], Array]()
-        if posed.method == "heads":
-            for name in ("do", "dlse"):
-                if name in inputs:
-                    call.buffers[name, 0] = call.rows_of_heads(False, inputs[name])
-            for name, x in (("dq", self.dq), ("dk", self.dk), ("dv", self.dv)):
-                self.results[name, 0] = call.rows_of_heads(name != "dq", x)
-            return
-        wide = accumulator_dtype(self.dk.dtype)
-        for turn in range(posed.num_buffers):
-            for name, x in (("dk", self.dk), ("dv", self.dv)):
-                shape = posed.keys_shape(x)
-                self.results[name, turn] = xp.empty(shape, wide)
-                for source in posed.others(call.group.rank):
-                    rows = len(posed.moved(source, call.group.rank))
-                    self._taken[name, source, turn] = xp.empty((*shape[:-2], rows, shape[-1]), wide)
+    def __init__(self, call: RankCall, cotangents: Mapping[str, Array]) -> None:
+        self.xp, self.others = call.xp, dict[str, Array]()
+        gradients = {f"d{name}": call.xp.empty_like(call.arrays[name]) for name in "qkv"}
+        key = self.name, "dlse" in cotangents
+        super().__init__(call.prepared, key, {**call.arrays, **cotangents, **gradients})
 
-    def moves(self, number: int) -> Sequence[Move]:
-        moves = self.call.posed.moves(self.name, number)
-        return moves if self.key[1] else [each for each in moves if each.name != "dlse"]
-
-    def source(self, step: Step, move: Move) -> Array:
-        if step.kind == COPY:
-            return self.call.inputs[move.name]
-        return self.results[move.name, step.group % NUM_BUFFERS]
-
-    def target(self, step: Step, move: Move) -> Array:
-        if step.kind == COPY:
-            return self.call.buffers[move.name, step.group % NUM_BUFFERS]
-        if self.call.posed.method == "gather":
-            return self._taken[move.name, step.source, step.group % NUM_BUFFERS]
-        gradient: Array = getattr(self, move.name)
-        return gradient
-
-    def act(self, step: Step) -> None:
-        """Compute the gradients of a group of heads, or sum the gradients of this rank's keys."""
-        if step.kind == ADD:
-            self._add(step.group)
-        else:
-            self._attend(step.group)
-
-    def _attend(self, group: int) -> None:
-        call, part = self.call, self.call.parts[group]
-        dk, dv = (self.results[name, group % NUM_BUFFERS] for name in ("dk", "dv"))
-        dq = self.dq if call.posed.method == "gather" else self.results["dq", 0]
-        of_keys = ..., _first_heads(part), slice(None), slice(None)
-        for n, (rows, plan) in enumerate(part.plans):
-            index = call.index(group, rows)
-            of_lse = *index[:-1], 0
-            arrays = {name: (call.queries(name), index) for name in ("do", "q")}
-            arrays |= {name: call.keys(name, group) for name in ("k", "v")}
-            arrays |= {"o": (call.queries("o"), index), "lse": (call.queries("lse"), of_lse)}
-            if "dlse" in call.inputs:
-                arrays["dlse"] = call.queries("dlse"), of_lse
-            arrays |= _wholes(plan._with_operands(self.name, {}, part.operands))
-            outs = {"dq": (dq, index)} | ({} if n else {"dk": (dk, of_keys), "dv": (dv, of_keys)})
-            results = call.prepared.run(call.group._lanes, self.name, (*self.key, group, n), plan, arrays, outs)
-            if not results:
-                continue
-            gradients = named_gradients(plan._plan.problem, results)
-            if n:
-                dk[of_keys] += gradients.dk
-                dv[of_keys] += gradients.dv
-            self._keep_others(part, gradients)
-
-    def _keep_others(self, part: Part, gradients: Gradients) -> None:
-        """Add the gradients of other arrays to this rank's."""
+    def keep(self, part: Part, group: int, n: int, gradients: Gradients) -> None:
+        """Add the gradients of plan `n` of a group of heads to those of the plans before it."""
+        for name, each in {"k": gradients.dk, "v": gradients.dv}.items() if n else ():
+            total = self.prepared.regions["sums", name, group].of(self.arrays)
+            total += each
         for name, each in gradients.others.items():
             whole = self._of_all_heads(part, each) if name == "sink" else each
-            total = self.others.get(name, 0)
-            self.others[name] = total + whole.astype(accumulator_dtype(whole.dtype))
-
-    def _add(self, group: int) -> None:
-        """Add the gradients of this rank's keys that all ranks computed, in the order of ranks, and round the sums."""
-        call, posed, rank = self.call, self.call.posed, self.call.group.rank
-        part, turn = call.parts[group], group % NUM_BUFFERS
-        heads = _first_heads(part)
-        for name, gradient in (("dk", self.dk), ("dv", self.dv)):
-            own, terms = gradient[..., part.kv_heads, :, :], dict[int, Array]()
-            for source in range(posed.size):
-                term = self.results[name, turn] if source == rank else self._taken[name, source, turn]
-                terms[source] = term[..., heads, :, :]
-            if not posed.returns_all(rank):
-                self._add_runs(own, terms)
-                continue
-            for to, start, rows in posed.runs("copied", rank, rank):
-                first, *others = (
-                    term[..., start : start + rows, :] if source == rank else term[..., to : to + rows, :]
-                    for source, term in terms.items()
-                )
-                for term in others[:-1]:
-                    first += term
-                call.xp.add(first, others[-1] if others else 0, out=own[..., to : to + rows, :])
-
-    def _add_runs(self, own: Array, terms: Mapping[int, Array]) -> None:
-        """Add terms of which ranks return only the rows that they attend to."""
-        posed, rank = self.call.posed, self.call.group.rank
-        total = self.call.xp.zeros(own.shape, terms[rank].dtype)
-        for source, term in terms.items():
-            runs = posed.runs("copied", rank, rank) if source == rank else posed.runs("added", source, rank)
-            for one, other, rows in runs:
-                start, to = (other, one) if source == rank else (one, other)
-                total[..., to : to + rows, :] += term[..., start : start + rows, :]
-        own[...] = total
+            self.others[name] = self.others.get(name, 0) + whole.astype(accumulator_dtype(whole.dtype))
 
     def _of_all_heads(self, part: Part, dsink: Array) -> Array:
-        sink: Any = self.call.posed.options.sink
+        sink: Any = self.posed.options.sink
         shape: tuple[int, ...] = np.shape(sink)
         if dsink.shape == shape:
             return dsink
-        whole = self.call.xp.zeros(shape, dsink.dtype)
+        whole = self.xp.zeros(shape, dsink.dtype)
         whole[..., part.heads] = dsink
         return whole
 
     def other_gradients(self) -> dict[str, Array]:
         """Return the gradients of other arrays, summed over the ranks in order, on every rank."""
-        call = self.call
-        operands = call.parts[0].plans[0][1]._plan.problem if call.parts else None
+        operands = self.parts[0].plans[0][1]._plan.problem if self.parts else None
         if operands is None or not operands.wrt:
             return {}
-        group, dtypes = call.group, {each.name: each.dtype for each in operands.operands}
-        arrays = {name: call.xp.ascontiguousarray(each).reshape(1, 1, -1) for name, each in self.others.items()}
+        group, dtypes = self.group, {each.name: each.dtype for each in operands.operands}
+        arrays = {name: self.xp.ascontiguousarray(each).reshape(1, 1, -1) for name, each in self.others.items()}
         gather = Gather(group, arrays, [((0, source, 1),) for source in range(group.size)])
         group._perform("the gradients of other arrays", {}, [], gather)
         sums = dict[str, Array]()
         for name, own in self.others.items():
-            parts = gather.whole[name][0]
+            parts = gather.arrays[f"all {name}"][0]
             total = parts[0].copy()
             for source in range(1, group.size):
                 total += parts[source]
@@ -380,17 +359,17 @@ class Pullback:
         PeerLost
             Another rank is lost.
         """
-        call, inputs = self._call, self._call.inputs
+        call, cotangents = self._call, dict[str, Array]()
         reasons = _reasons("do", do, call.o) + ([] if dlse is None else _reasons("dlse", dlse, call.lse))
-        inputs.pop("dlse", None)
         if not reasons:
-            inputs["do"] = call.xp.ascontiguousarray(do)
+            cotangents["do"] = call.xp.ascontiguousarray(do)
             if dlse is not None:
-                inputs["dlse"] = call.xp.ascontiguousarray(dlse)[..., None]
-        backward = None if reasons else _Backward(call)
+                cotangents["dlse"] = call.xp.ascontiguousarray(dlse)[..., None]
+        backward = None if reasons else _Backward(call, cotangents)
         call.group._perform("vjp", {"dlse": "None" if dlse is None else "an array"}, reasons, backward)
         assert backward is not None
-        return Gradients(backward.dq, backward.dk, backward.dv, backward.other_gradients())
+        dq, dk, dv = (backward.arrays[f"d{name}"] for name in "qkv")
+        return Gradients(dq, dk, dv, backward.other_gradients())
 
 
 def _reasons(name: str, array: Any, like: Array) -> list[str]:

@@ -148,26 +148,46 @@ class Posed:
     def _gathered(self, name: str, step: Step) -> Iterator[Move]:
         first, stop = self.kv_groups(0)[step.group]
         heads = slice(0, stop - first)
+        names, own, runs = ("dk", "dv"), heads, self.runs("returned", step.source, step.rank)
         if step.kind == COPY:
-            for each in ("k", "v"):
-                yield Move(each, slice(first, stop), heads, self.runs("copied", step.rank, step.source))
-        else:
-            for each in ("dk", "dv"):
-                yield Move(each, heads, heads, self.runs("returned", step.source, step.rank))
+            names, own, runs = ("k", "v"), slice(first, stop), self.runs("copied", step.rank, step.source)
+        for each in names:
+            yield Move(each, own, heads, runs)
 
     def runs(self, kind: str, rank: int, source: int) -> Runs:
         """Return the runs of the keys that a rank gathers from a source: first row of each run, its place, its length.
 
-        `kind` is "copied" for the place among all keys, "returned" for the runs of all keys and their place among the
-        returned ones, or "added" for the runs of these and their place among the rows of the source.
+        `kind` is "copied" for the place among all keys, or "returned" for the runs of all keys and their place among
+        the rows that are returned to the source.
         """
         key = kind, rank, source
         if key not in self._runs:
             rows = self.moved(rank, source)
-            local, compact = self.keys.local(source, rows), np.arange(len(rows))
-            pair = {"copied": (local, rows), "returned": (rows, compact), "added": (compact, local)}[kind]
-            self._runs[key] = joint_runs(*pair)
+            pair = rows, self.first_returned(source, rank) + np.arange(len(rows))
+            self._runs[key] = joint_runs(*((self.keys.local(source, rows), rows) if kind == "copied" else pair))
         return self._runs[key]
+
+    def first_returned(self, rank: int, source: int) -> int:
+        """Return the place of a source's gradients of a rank's keys among all that are returned to the rank."""
+        return sum(len(self.moved(other, rank)) for other in range(source) if other != rank)
+
+    def own_keys(self, rank: int) -> Array:
+        """Return a table of `RowSums` that puts a rank's keys in place, and zeros where no rank's keys are moved."""
+        moved = [self.moved(rank, source) for source in range(self.size)]
+        absent = np.setdiff1d(np.arange(self.shape.seqlen_kv), np.concatenate(moved))  # these keys must be finite
+        rows, places = moved[rank], np.r_[self.keys.local(rank, moved[rank]), np.full(len(absent), -1)]
+        return np.stack([np.r_[rows, absent], places], axis=1).astype(np.int32)
+
+    def returned_gradients(self, rank: int) -> Array:
+        """Return a table of `RowSums` that adds the gradients of a rank's keys in the order of ranks."""
+        num_rows, num_keys = len(self.keys.of_rank[rank]), self.shape.seqlen_kv
+        table = np.full((num_rows, 1 + self.size), -1, np.int32)
+        table[:, 0] = np.arange(num_rows)
+        for source in range(self.size):
+            rows = self.moved(source, rank)
+            received = num_keys + self.first_returned(rank, source) + np.arange(len(rows))
+            table[self.keys.local(rank, rows), 1 + source] = rows if source == rank else received
+        return table
 
     def _exchanged(self, name: str, step: Step) -> Iterator[Move]:
         is_copy, is_forward = step.kind == COPY, name == "forward"
@@ -178,33 +198,9 @@ class Posed:
             is_key = each in ("k", "v", "dk", "dv")
             rows = (self.keys if is_key else self.queries).of_rank[of_rows]
             first, stop = self.own_heads(of_heads)[is_key]
-            own, compact, local = slice(first, stop), slice(0, stop - first), np.arange(len(rows))
-            if is_copy:
-                yield Move(each, own, compact, joint_runs(local, rows))
-            else:
-                yield Move(each, compact, own, joint_runs(rows, local))
-
-    def others(self, rank: int) -> list[int]:
-        """Return all other ranks."""
-        return [other for other in range(self.size) if other != rank]
-
-    def gathers_all(self, rank: int) -> bool:
-        """True if a rank gathers all keys."""
-        return all(len(self.moved(rank, source)) == len(rows) for source, rows in enumerate(self.keys.of_rank))
-
-    def returns_all(self, rank: int) -> bool:
-        """True if all ranks gather all keys of a rank, so that each of them returns gradients of all of its rows."""
-        return all(len(self.moved(other, rank)) == len(self.keys.of_rank[rank]) for other in range(self.size))
-
-    @property
-    def num_buffers(self) -> int:
-        """Number of groups of heads that a rank has memory for at a time."""
-        return min(NUM_BUFFERS, len(self.groups))
-
-    def keys_shape(self, like: Array) -> tuple[int, ...]:
-        """Return the shape of all keys, or values, of the largest group of heads."""
-        heads = max(stop - first for first, stop in self.groups)
-        return *like.shape[:-3], heads, self.shape.seqlen_kv, like.shape[-1]
+            ends = (slice(first, stop), np.arange(len(rows))), (slice(0, stop - first), rows)
+            (heads, source), (to_heads, target) = ends if is_copy else ends[::-1]
+            yield Move(each, heads, to_heads, joint_runs(source, target))
 
     @cached_property
     def steps(self) -> dict[str, tuple[Step, ...]]:
@@ -333,9 +329,11 @@ class Posed:
     def _num_issued(self, name: str, number: int) -> int:
         """Return the number of copies and kernels that the host queues for a step."""
         kind = self.steps[name][number].kind
+        if kind == TAKE and self.method == "gather":  # all heads of dk and dv are a single copy
+            return len(self.moves(name, number)[0].runs)
         if kind in (COPY, TAKE):
             return self.shape.num_batch * sum(len(move.runs) for move in self.moves(name, number))
-        return 3 if kind == ATTEND and name == "forward" else 5
+        return 1 if kind == ADD else 3 if name == "forward" else 5
 
     def workspace_bytes(self, head_dim: int, dtype: np.dtype[np.generic]) -> int:
         """Return the bytes of memory that a rank needs in addition to its rows and results."""
@@ -344,9 +342,9 @@ class Posed:
         keys = shape.num_batch * heads * shape.seqlen_kv * 2 * head_dim
         if self.method == "gather":
             ranks = range(self.size)
-            returned = max(sum(len(self.moved(source, rank)) for source in self.others(rank)) for rank in ranks)
+            returned = max(self.first_returned(rank, self.size) for rank in ranks)
             num_exchanged = shape.num_batch * heads * returned * 2 * head_dim
-            return self.num_buffers * (keys * (dtype.itemsize + wide) + num_exchanged * wide)
+            return min(NUM_BUFFERS, len(self.groups)) * (keys * (dtype.itemsize + wide) + num_exchanged * wide)
         queries = shape.num_batch * (shape.num_heads // self.size) * shape.seqlen_q * head_dim
         return (2 * keys + 4 * queries) * dtype.itemsize
 

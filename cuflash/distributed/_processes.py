@@ -14,11 +14,10 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import UnsupportedProblem, refuse
-from ..executors import gpu
 from ..keywords import explains_keywords
 from ._agreement import refusal
 from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
-from ._lanes import HostLanes
+from ._lanes import CudaLanes, HostLanes
 from ._schedule import ATTEND, COPY, TAKE, Step, rounds
 
 __all__ = ["group_of"]
@@ -96,7 +95,7 @@ class ProcessGroup(Group):
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"cuflash/{process_group.group_name}", store)
         self._is_on_gpu = dist.get_backend(process_group) == "nccl"
-        self._lanes = _GpuLanes() if self._is_on_gpu else HostLanes()
+        self._lanes = CudaLanes() if self._is_on_gpu else HostLanes()
         self._number = 0
         self._beats: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each rank, and its time
         self._error = ""
@@ -224,6 +223,7 @@ class ProcessGroup(Group):
     def _run(self, what: str, work: Work) -> None:
         """Run the steps in rounds, which all ranks start in the same order; an error of a rank closes the group."""
         started = dict[tuple[str, int], _Transfer]()
+        self._lanes.start()
         try:
             for kind, group in rounds(work.steps):
                 steps = {n: step for n, step in enumerate(work.steps) if step.kind == kind and step.group == group}
@@ -233,9 +233,9 @@ class ProcessGroup(Group):
                 needed = started.pop((COPY if kind == ATTEND else TAKE, group), None)
                 if needed is not None:
                     needed.finish()
-                for step in steps.values():
+                for number, step in steps.items():
                     if step.rank == self.rank:
-                        work.act(step)
+                        work.do(number, work)
             for transfer in started.values():
                 transfer.finish()
         except PeerLost:
@@ -287,13 +287,6 @@ class ProcessGroup(Group):
         return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
 
 
-class _GpuLanes(HostLanes):
-    """Steps of a process with CuPy arrays, which all run on its current stream."""
-
-    def __init__(self) -> None:
-        self.namespace = gpu.namespace()
-
-
 class _Transfer:
     """The transfer of the rows that all ranks send each other in a round."""
 
@@ -302,14 +295,14 @@ class _Transfer:
         xp, rank = group._lanes.namespace, group.rank
         sent, received = ([list[Array]() for _ in range(group.size)] for _ in range(2))
         for number, step in steps.items():
-            for move in work.moves(number) if rank in (step.rank, step.source) else ():
-                if step.rank == step.source:
-                    target, source = work.target(step, move), work.source(step, move)
-                    group._lanes.copy(target, source, group._lanes.bound(target, source, move))
-                elif step.source == rank:
-                    sent[step.rank] += move.read(work.source(step, move))
+            if step.rank == step.source == rank:
+                work.do(number, work)
+                continue
+            for move, target, source in work.routes(number) if rank in (step.rank, step.source) else ():
+                if step.source == rank:
+                    sent[step.rank] += move.read(source.of(work.arrays))
                 else:
-                    received[step.source] += move.written(work.target(step, move))
+                    received[step.source] += move.written(target.of(work.arrays))
         of_sent, of_received = ([sum(map(_padded, each)) for each in arrays] for arrays in (sent, received))
         self._sent, self._received = xp.empty(sum(of_sent), np.uint8), xp.empty(sum(of_received), np.uint8)
         for part, array in _parts(self._sent, sent):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 COPY, ATTEND, TAKE, ADD = "copy", "attend", "take", "add"
@@ -17,8 +17,9 @@ class Step(NamedTuple):
     Attributes
     ----------
     kind : str
-        "copy" moves the inputs of a group to a rank, "attend" computes the group, "take" moves results of a group from
-        the rank that computed them, and "add" sums these and its own in the order of ranks.
+        "copy" moves the inputs of a group to a rank, "attend" puts the rank's own keys in place and computes the group,
+        "take" moves results of a group from the rank that computed them, and "add" sums these and its own in the order
+        of ranks.
     rank, source : int
         The rank that runs the step, and the rank whose arrays it reads.
     group : int
@@ -66,7 +67,7 @@ def gathering(size: int, num_groups: int, needs: Callable[[int, int], bool], *, 
         before = group - NUM_BUFFERS
         for rank in ranks:
             is_free = build.number(ATTEND, rank, rank, before)
-            sources = [source for source in ranks if needs(rank, source)]
+            sources = [source for source in ranks if source != rank and needs(rank, source)]
             for source in sources:
                 build.add(COPY, rank, source, group, is_free)
             copied = [n for source in sources for n in build.number(COPY, rank, source, group)]
@@ -137,17 +138,15 @@ class Issue(NamedTuple):
     number : int
         The number of the step.
     step : Step
-    starts : tuple of int
-        Ranks whose arrays must be ready first.
     waits : tuple of int
-        Numbers of the steps of other lanes for whose events the lane waits first.
+        Numbers of the events for which the lane waits first: those of steps of other lanes, and ~rank of the ranks
+        whose arrays must be ready.
     is_awaited : bool
         True if another lane waits for the event of the step.
     """
 
     number: int
     step: Step
-    starts: tuple[int, ...]
     waits: tuple[int, ...]
     is_awaited: bool
 
@@ -160,12 +159,13 @@ class Program(NamedTuple):
 
     Attributes
     ----------
-    issues : tuple of Issue
+    turns : tuple of (int, tuple of Issue)
+        Ranks in turn, each with steps that it runs before the next rank has its turn.
     ends : tuple of tuples of int
         For each rank, the steps for whose events it waits at the end, because they use its arrays on other lanes.
     """
 
-    issues: tuple[Issue, ...]
+    turns: tuple[tuple[int, tuple[Issue, ...]], ...]
     ends: tuple[tuple[int, ...], ...]
 
 
@@ -178,20 +178,20 @@ def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None
         Numbers of all steps, each after the steps that it waits for. Default: 0, 1, 2, ...
 
     >>> issued = program([Step(COPY, 0, 1, 0), Step(COPY, 0, 0, 0), Step(ATTEND, 0, 0, 0, (0, 1))], 2)
-    >>> [(each.starts, each.waits, each.is_awaited) for each in issued.issues], issued.ends
-    ([((0, 1), (), True), ((), (), False), ((), (0,), False)], ((), (0,)))
+    >>> [(each.waits, each.is_awaited) for each in issued.turns[0][1]], issued.ends
+    ([((-1, -2), True), ((), False), ((0,), False)], ((), (0,)))
     """
     order = range(len(steps)) if order is None else order
     place = {number: n for n, number in enumerate(order)}
     known, awaited = dict[tuple[Any, Any], int](), set[int]()
-    drafts, ends = list[tuple[int, list[int], list[int]]](), [dict[int, int]() for _ in range(size)]
+    drafts, ends = list[tuple[int, list[int]]](), [dict[int, int]() for _ in range(size)]
     for number in order:
         step = steps[number]
-        lane, starts, waits = _lane(step), list[int](), list[int]()
-        if receives(step):
+        lane, waits = _lane(step), list[int]()
+        if lane[1]:
             for rank in dict.fromkeys((step.rank, step.source if step.kind == COPY else step.rank)):
                 if known.setdefault((lane, rank), number) == number:
-                    starts.append(rank)
+                    waits.append(~rank)
             ends[step.rank][step.rank] = ends[step.source][step.rank] = number
         for other in sorted(step.after, key=place.__getitem__, reverse=True):
             of_other = _lane(steps[other])
@@ -199,24 +199,20 @@ def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None
                 known[lane, of_other] = place[other]
                 waits.append(other)
         awaited.update(waits)
-        drafts.append((number, starts, waits))
+        drafts.append((number, waits))
     for rank, of_lanes in enumerate(ends):
         if rank in of_lanes and known.get(((rank, False), (rank, True)), -1) >= place[of_lanes[rank]]:
             del of_lanes[rank]  # computations have waited for all rows that the rank receives
     last = tuple(tuple(sorted(each.values())) for each in ends)
     awaited.update(number for each in last for number in each)
-    issues = [Issue(n, steps[n], tuple(starts), tuple(waits), n in awaited) for n, starts, waits in drafts]
-    return Program(tuple(issues), last)
-
-
-def receives(step: Step) -> bool:
-    """True if a step moves rows from another rank; a rank's own rows are copied among its computations."""
-    return step.rank != step.source
+    issues = [Issue(n, steps[n], tuple(waits), n in awaited) for n, waits in drafts]
+    turns = groupby(issues, key=lambda each: each.step.rank)
+    return Program(tuple((rank, tuple(each)) for rank, each in turns), last)
 
 
 def _lane(step: Step) -> tuple[int, bool]:
-    """Return the lane that runs a step: its rank, and whether it receives rows."""
-    return step.rank, receives(step)
+    """Return the lane that runs a step: its rank, and whether it receives rows of another rank."""
+    return step.rank, step.rank != step.source
 
 
 def drawn_order(steps: Sequence[Step], choose: Callable[[list[int]], int]) -> list[int]:

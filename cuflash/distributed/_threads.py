@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,8 +16,8 @@ from ..errors import refuse
 from ..keywords import explains_keywords
 from ._agreement import refusal
 from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
-from ._lanes import DeviceLanes, Event, HostLanes, Lanes, device_count
-from ._schedule import ADD, ATTEND, Issue, drawn_order, program
+from ._lanes import DeviceLanes, Event, HostLanes, device_count
+from ._schedule import Issue, drawn_order, program
 
 __all__ = ["run"]
 
@@ -37,6 +38,8 @@ class _Visit:
         The rank whose step runs.
     is_over : bool
         The ranks may return.
+    reasons : list of str
+        Why the ranks refuse the call.
     failures : dict of exceptions by rank
         What steps of ranks raised.
     """
@@ -45,6 +48,7 @@ class _Visit:
     number: int = 0
     rank: int = 0
     is_over: bool = False
+    reasons: list[str] = field(default_factory=list)
     failures: dict[int, BaseException] = field(default_factory=dict)
 
     def late(self, size: int) -> str:
@@ -60,7 +64,7 @@ class _Visit:
 class _Meeting:
     """The state that the ranks of a group share; `changed` guards all of it except progress within a visit."""
 
-    lanes: Sequence[Lanes]
+    lanes: Sequence[HostLanes]
     timeout: float
     order: Any = None  # a random generator if steps run in a drawn order
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -79,13 +83,15 @@ class _Meeting:
         if self.error:
             raise PeerLost(self.error)
 
-    def meet(self, rank: int, what: str, value: Any, act: Callable[[_Visit], None] | None = None) -> list[Any]:
+    def meet(self, rank: int, what: str, value: Any, act: Callable[[_Visit], list[str]] | None = None) -> list[Any]:
         """Wait for all ranks, and return their values; the last to arrive first does the work of all.
+
+        `act` returns why the ranks refuse the call.
 
         Raises
         ------
         UnsupportedProblem
-            Ranks make different calls.
+            Ranks make different calls, or refuse this one.
         PeerLost
             The group is closed.
         """
@@ -102,18 +108,18 @@ class _Meeting:
                 self.visit = _Visit()
             else:
                 self._wait(visit)
-        reasons = call_reasons([visit.values[each][0] for each in range(size)])
         if is_last:
             try:
-                if act is not None and not reasons:
-                    act(visit)
+                visit.reasons = call_reasons([visit.values[each][0] for each in range(size)])
+                if act is not None and not visit.reasons:
+                    visit.reasons = act(visit)
             finally:
                 with self.changed:
                     visit.is_over = True
                     self.changed.notify_all()
         if visit.failures:
             raise visit.failures.get(rank) or PeerLost(self.error)
-        refuse(reasons)
+        refuse(visit.reasons)
         return [visit.values[each][1] for each in range(size)]
 
     def _wait(self, visit: _Visit) -> None:
@@ -128,51 +134,37 @@ class _Meeting:
             self.require_open()
             self.changed.wait(left)
 
-    def work(self, visit: _Visit) -> None:
-        """Queue the steps of all ranks on their lanes, unless the call is refused."""
+    def work(self, visit: _Visit) -> list[str]:
+        """Queue the steps of all ranks on their lanes, or return why the call is refused."""
         values = [visit.values[rank] for rank in range(len(self.lanes))]
-        if refusal([offer for _, (*offer, _), _ in values]):
-            return
-        works, starts = [work for _, (_, _, work), _ in values], [start for _, _, start in values]
-        if works[0] is None:
-            return
+        works = [work for _, (*_, work), _ in values]
+        if (reasons := refusal([offer for _, (*offer, _), _ in values])) or works[0] is None:
+            return reasons
         issued = works[0].program
         if self.order is not None:
             steps = works[0].steps
             issued = program(steps, len(works), drawn_order(steps, lambda ready: int(self.order.choice(ready))))
-        events = dict[int, Event]()
+        events: dict[int, Event] = {~rank: start for rank, (_, _, start) in enumerate(values)}
         try:
-            for issue in issued.issues:
-                visit.number, visit.rank = visit.number + 1, issue.step.rank
-                self.require_open()
-                waits = [*(starts[rank] for rank in issue.starts), *(events[number] for number in issue.waits)]
-                event = self.issue(issue, waits, works)
-                if issue.is_awaited:
-                    events[issue.number] = event
+            for rank, issues in issued.turns:
+                lanes, visit.rank = self.lanes[rank], rank
+                with lanes.current(), lanes.kernels:
+                    for issue in issues:
+                        visit.number += 1
+                        self.require_open()
+                        events[issue.number] = self.issue(issue, [events[number] for number in issue.waits], works)
             for rank, ends in enumerate(issued.ends):
                 self.lanes[rank].finish([events[number] for number in ends])
         except BaseException as error:  # also of the rank whose thread this is not
             with self.changed:
                 visit.failures[visit.rank] = error
                 self.close(f"rank {visit.rank} raised {type(error).__name__}: {error}")
+        return []
 
     def issue(self, issue: Issue, waits: list[Event], works: Sequence[Work]) -> Event:
         """Run a step after these events, and return the event of its end."""
-        step, lanes = issue.step, self.lanes[issue.step.rank]
-        work, source = works[step.rank], works[step.source]
-        if step.kind in (ATTEND, ADD):
-            return lanes.run(issue, waits, lambda: work.act(step))
-
-        def copy() -> None:
-            moves, bound = work.moves(issue.number), work.bound.get(issue.number)
-            if bound is None:
-                bound = work.bound[issue.number] = [
-                    lanes.bound(work.target(step, move), source.source(step, move), move) for move in moves
-                ]
-            for move, each in zip(moves, bound):
-                lanes.copy(work.target(step, move), source.source(step, move), each)
-
-        return lanes.run(issue, waits, copy)
+        rank, source = issue.step.rank, issue.step.source
+        return self.lanes[rank].run(issue, waits, partial(works[rank].do, issue.number, works[source]))
 
 
 class ThreadGroup(Group):
@@ -191,8 +183,7 @@ class ThreadGroup(Group):
         return self._meeting.meet(self.rank, what, value)
 
     def _perform(self, what: str, texts: Mapping[str, str], reasons: Sequence[str], work: Work | None = None) -> None:
-        offers = self._meeting.meet(self.rank, what, (reasons, texts, work), self._meeting.work)
-        refuse(refusal([offer for *offer, _ in offers]))
+        self._meeting.meet(self.rank, what, (reasons, texts, work), self._meeting.work)
 
 
 @explains_keywords
@@ -246,7 +237,7 @@ def run(
     if not (seed is None or is_int(seed) and seed >= 0):
         reasons.append(f"seed must be an int of at least 0, or None; got {describe(seed)}")
     refuse(reasons)
-    lanes: list[Lanes] = [HostLanes()] * (size or 0)
+    lanes: list[HostLanes] = [HostLanes()] * (size or 0)
     if devices is not None:
         lanes = [DeviceLanes(device, devices) for device in devices]
     size = len(lanes)

@@ -1,18 +1,20 @@
-"""Kernels that merge and compare results of attention on the current CUDA device: one launch per call, asynchronous."""
+"""Kernels that merge and compare results, and add rows, on the current CUDA device: one launch each, asynchronous."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from math import prod
 from operator import or_
 
 import numpy as np
 
 from ..arrays import Array, namespace
 from ..planning._call_cache import CALLS
-from ..planning._result_kernels import COMPARED, comparing, merging
+from ..planning._result_kernels import COMPARED, adding_rows, comparing, merging
 from . import checks, gpu
 from ._layout_key import layout_key
+from .launch import BoundPass
 from .selecting import bound_kernel
 
 
@@ -103,3 +105,35 @@ def compared(o: Array, lse: Array, kept_o: Array, kept_lse: Array) -> tuple[Arra
         compare = BoundComparison(o, lse, gpu.current_target())
         CALLS.put(key, compare)
     return compare(o, lse, kept_o, kept_lse)
+
+
+def bound_row_sums(arrays: Sequence[Sequence[Array]], table: Array, target: gpu.Gpu) -> BoundPass:
+    """Return the kernel that writes rows of two arrays as sums of rows.
+
+    It takes the addresses of the own and received terms of both arrays, of the table, and of both arrays.
+
+    Parameters
+    ----------
+    arrays : sequence of (CuPy array, CuPy array, CuPy array)
+        For each of the two arrays [..., heads, rows, columns]: the array, its own terms, and its received terms. Terms
+        have the dtype of the array or are accumulators. Rows are dense, and so are batch axes, one to the other.
+    table : int32 CuPy array [rows, 1 + terms]
+        A row that is written, and its terms in order: own rows, then received rows after all own ones, -1 for none.
+    target : Gpu
+        The device; the kernel is compiled immediately.
+    """
+    to, own, _ = arrays[0]
+    matrices = prod(to.shape[:-3]), to.shape[-3]
+    layouts = [
+        {f"{name}_strides": _matrix_strides(each) for name, each in zip(("to", "own", "received"), parts)}
+        | {"num_columns": parts[0].shape[-1]}
+        for parts in arrays
+    ]
+    is_wide = own.dtype != to.dtype
+    return bound_kernel(adding_rows(layouts, to.dtype, matrices, table.shape, own.shape[-2], is_wide), target)
+
+
+def _matrix_strides(array: Array) -> tuple[int, int]:
+    """Return the strides of batch entries and of heads, in elements."""
+    batch, head, *_ = (0, *(step // array.dtype.itemsize for step in array.strides))[-4:]
+    return batch, head

@@ -1,9 +1,11 @@
-"""Kernels that read results of attention: one merges parts over disjoint keys, one measures a mask's effect."""
+"""Kernels of results: one merges parts over disjoint keys, one measures a mask's effect, and one adds rows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +30,22 @@ COMPARISON = np.dtype(
     ],
     align=True,
 )
+ROWS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("own", "received", "to")),
+        *((f"{name}_strides", np.int64, (2,)) for name in ("own", "received", "to")),
+        *((name, np.int32) for name in ("num_columns", "padding")),
+    ],
+    align=True,
+)
+_OF_SUMS = "num_rows", "num_terms", "num_own_rows", "num_heads", "num_matrices", "rows_per_block", "is_wide", "padding"
+ROW_SUMS = np.dtype(
+    [("arrays", [("0", ROWS), ("1", ROWS)]), ("table", np.uint64), *((name, np.int32) for name in _OF_SUMS)], align=True
+)
 COMPARED = ("o", "lse", "kept_o", "kept_lse")  # inputs of the kernel "compare"
 _COLUMNS = 4  # columns per thread of the kernel "merge"
 _ELEMENTS, _MOST_BLOCKS = 16, 1024  # elements per thread, and maximum number of thread blocks, of the kernel "compare"
+_ROWS_PER_BLOCK = 64  # of the kernel "add_rows"
 _BYTES_OF_SQUARES = 16  # size of two float64 sums
 
 
@@ -43,6 +58,7 @@ def _sum_bytes(spec: KernelSpec) -> int:
 _KERNELS = {
     "merge": (Entry(family="results", name="merge", runs_as=SIMT), 4),
     "compare": (Entry(family="results", name="compare", runs_as=SIMT, shared_bytes=_sum_bytes), 8),
+    "add_rows": (Entry(family="results", name="add_rows", runs_as=SIMT), 8),
 }
 
 
@@ -100,3 +116,39 @@ def comparing(o_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Pass:
     )  # fmt: skip
     sums, arrived = Workspace((grid, 2), np.dtype(np.float64)), Workspace((1,), np.dtype(np.int32), is_zeroed=True)
     return replace(kernels, workspaces={"sums": sums, "num_arrived": arrived})
+
+
+def adding_rows(
+    layouts: Sequence[Mapping[str, Any]], dtype: np.dtype[np.generic], matrices: tuple[int, int],
+    table_shape: tuple[int, ...], num_own_rows: int, is_wide: bool,
+) -> Pass:  # fmt: skip
+    """Return the kernel that writes rows of two arrays as sums of rows, from a table of their places.
+
+    It reads "arrays.0.own", "arrays.0.received", the same of array 1, and "table", and writes "arrays.0.to" and
+    "arrays.1.to".
+
+    Parameters
+    ----------
+    layouts : sequence of dict
+        Numbers of the record `ROWS` for both arrays: strides of batch entries and heads in elements, and columns.
+    dtype : numpy.dtype
+        Dtype of the arrays that are written.
+    matrices : (int, int)
+        Numbers of batch entries and of heads.
+    table_shape : (int, int)
+        [num_rows, 1 + num_terms]: a row that is written, and its terms in order; -1 for none.
+    num_own_rows : int
+        Terms with smaller numbers are rows of "own", and the others rows of "received".
+    is_wide : bool
+        Terms are accumulators; otherwise, they have `dtype`.
+    """
+    num_rows, num_terms, num_matrices = table_shape[0], table_shape[1] - 1, prod(matrices)
+    numbers = {
+        "arrays": dict(zip("01", layouts)), "num_rows": num_rows, "num_terms": num_terms, "num_own_rows": num_own_rows,
+        "num_heads": matrices[1], "num_matrices": num_matrices, "rows_per_block": _ROWS_PER_BLOCK, "is_wide": is_wide,
+    }  # fmt: skip
+    reads = *(f"arrays.{n}.{name}" for n in "01" for name in ("own", "received")), "table"
+    return Pass.of_kernel(
+        result_spec("add_rows", dtype), 2 * num_matrices * -(-num_rows // _ROWS_PER_BLOCK), ROW_SUMS, numbers,
+        reads=reads, writes=("arrays.0.to", "arrays.1.to"),
+    )  # fmt: skip

@@ -2,17 +2,8 @@
 // = log sum_p exp(lse_p), o = sum_p exp(lse_p - lse) o_p. The threads of a row divide its columns among themselves, and
 // each adds the parts in their order. cuflash/merging.py is the specification.
 #include <results/params.cuh>
+#include <results/rounding.cuh>
 #include <tile/element.cuh>
-
-namespace cuflash::results {
-
-// Round a number to an element's type. Rounding to bfloat16 uses integer arithmetic, since chips before sm_80 have no
-// instruction for it.
-template <class Accumulator, class Element>
-CUFLASH_DEVICE void round_to(Accumulator x, Element& to) { tile::to_element(x, to); }
-CUFLASH_DEVICE void round_to(float x, ptx::BFloat16& to) { to = ptx::bfloat16_by_integers(x); }
-
-}  // namespace cuflash::results
 
 extern "C" __global__ void __launch_bounds__(cuflash::results::kThreads)
 results_merge(const __grid_constant__ cuflash::results::Merge merge) {

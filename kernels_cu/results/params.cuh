@@ -2,7 +2,8 @@
 #include <ptx/thread.cuh>
 
 // The parameters of the kernels that process results of attention: results_merge combines results over disjoint keys,
-// and results_compare compares the results with and without a mask. All arrays are in C order.
+// results_compare compares the results with and without a mask, and results_add_rows adds rows of several arrays. The
+// columns of a row are adjacent, and so are the rows of a matrix; arrays of the first two kernels are in C order.
 // cuflash/planning/_result_kernels.py has the same records as NumPy dtypes.
 namespace cuflash::results {
 
@@ -34,6 +35,25 @@ struct Comparison {
   void* mass;  // accumulators [rows]
   double* error;  // a single number
   int64_t num_rows, num_elements;
+};
+
+// Where rows of matrices [batch, head] are read and written. Strides are in elements, of batch entries and of heads.
+struct Rows {
+  const void* own;       // terms with numbers below num_own_rows
+  const void* received;  // all other terms
+  void* to;
+  int64_t own_strides[2], received_strides[2], to_strides[2];
+  int32_t num_columns, padding;
+};
+
+// The parameters of results_add_rows, which writes rows of two arrays, such as keys and values.
+struct RowSums {
+  Rows arrays[2];
+  const int32_t* table;  // [num_rows, 1 + num_terms]: a row that is written, and its terms in order; -1 if none
+  int32_t num_rows, num_terms, num_own_rows;
+  int32_t num_heads, num_matrices, rows_per_block;
+  int32_t is_wide;  // terms are accumulators
+  int32_t padding;
 };
 
 }  // namespace cuflash::results

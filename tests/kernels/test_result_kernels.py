@@ -1,4 +1,4 @@
-"""Kernels that merge partial results, and that compare a mask's results with the unmasked ones, agree with formulas."""
+"""Kernels that merge results, compare a mask's results with the unmasked ones, and add rows agree with formulas."""
 
 from __future__ import annotations
 
@@ -124,6 +124,60 @@ def by_kernel(results: Any, planning: Any = _result_kernels, schedule: Schedule 
     return outputs[0]
 
 
+def rows_of(dtype: Any, is_wide: bool, columns: tuple[int, int], seed: int = 0) -> tuple[Any, ...]:
+    """Draw terms of two arrays [2, 3, rows, columns], and a table of up to three terms for each row."""
+    rng, count, received = np.random.default_rng(seed), 50, 30
+    of_terms = accumulator_dtype(np.dtype(dtype)) if is_wide else np.dtype(dtype)
+    own, others = (
+        [rng.standard_normal((2, 3, rows, each)).astype(of_terms) for each in columns] for rows in (count, received)
+    )
+    for x in own:
+        x[..., :5, :] = -0.0
+    table = np.stack([
+        rng.permutation(90)[:80], rng.integers(-1, count, 80), rng.integers(-1, count + received, 80),
+        rng.integers(count, count + received, 80) * rng.integers(0, 2, 80) - 1,
+    ], axis=1).astype(np.int32)  # fmt: skip
+    table[:10, 1:], table[10:20, 2:] = -1, -1
+    return own, others, table
+
+
+def summed_rows(drawn: Any, dtype: Any, planning: Any = _result_kernels, is_odd: bool = False) -> list[Any]:
+    """Write rows of heads 1 to 3 of 5 by the kernel on the simulator; the others are left as they are."""
+    own, others, table = drawn
+    rooms = [np.full(2 * 5 * 90 * x.shape[-1] + 8, 7, dtype) for x in own]
+    to = [room[is_odd : room.size - 8 + is_odd].reshape(2, 5, 90, -1) for room in rooms]
+    layouts = [
+        {f"{name}_strides": [step // x.itemsize for step in x.strides[:2]] for name, x in zip(names, arrays)}
+        | {"num_columns": arrays[0].shape[-1]}
+        for names, arrays in ((("own", "received", "to"), each) for each in zip(own, others, to))
+    ]
+    is_wide = own[0].dtype != to[0].dtype
+    kernels = planning.adding_rows(layouts, to[0].dtype, (2, 3), table.shape, own[0].shape[-2], is_wide)
+    (launch,) = kernels.launches.values()
+    machine = Simulator()
+    bound = BoundPass.of(kernels, {}, (*launch.reads, *launch.writes), machine)
+    arrays = own[0], others[0], own[1], others[1], table, *(x[:, 1:] for x in to)
+    bound.launch([x.ctypes.data for x in arrays], machine.stream())
+    return to
+
+
+def check_sums_of_rows(planning: Any = _result_kernels) -> None:
+    """Check the bits of rows that are sums in the order of the table, rounded once, also at odd addresses."""
+    for dtype in DTYPES:
+        for is_wide, columns, is_odd in ((True, (16, 8), False), (False, (8, 24), True), (False, (5, 32), False)):
+            drawn = rows_of(dtype, is_wide, columns)
+            own, others, table = drawn
+            for x, *terms in zip(summed_rows(drawn, dtype, planning, is_odd), own, others):
+                every = np.concatenate(terms, axis=-2).astype(accumulator_dtype(np.dtype(dtype)))
+                expected = np.full(x.shape, 7, dtype)
+                for to, first, *places in table:
+                    total = every[..., first, :] if first >= 0 else np.zeros_like(every[..., 0, :])
+                    for place in places:
+                        total = total + every[..., place, :] if place >= 0 else total
+                    expected[:, 1:4, to] = total.astype(dtype)
+                assert x.tobytes() == expected.tobytes()
+
+
 def assert_compared(results: Any, mass: Any, error: Any) -> None:
     """Compare with NumPy's formula: exponentials are within two units, and sums of squares add a rounding per term."""
     with np.errstate(over="ignore"):
@@ -152,7 +206,10 @@ def check_special_comparisons() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("check", [check_merges, check_non_finite_merges, check_comparisons, check_special_comparisons])
+@pytest.mark.parametrize(
+    "check",
+    [check_merges, check_non_finite_merges, check_comparisons, check_special_comparisons, check_sums_of_rows],
+)
 def test_the_kernel_does_what_the_host_does(check: Any) -> None:
     check()
 

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.compiler import source
+from cupy_machine import a_machine_for
 from lazy_lanes import LazyLanes
 from library_parts import part
 from mutations.planting import Edit
 
 import cuflash
+import cupy_machine
 import ranks_of_a_store
 
 # exceptions with which a guard reports a fault
@@ -166,6 +168,35 @@ def processes_agree(library: ModuleType) -> None:
                 np.testing.assert_allclose(x, expected[each], atol=3e-5, err_msg=each)
 
 
+def devices_agree(library: ModuleType) -> None:
+    """Check ranks with arrays of a stand-in for two GPUs, whose kernels run in the simulator."""
+    distributed, options = part(library, "distributed"), {"window": (9, 0), "kernel": "simt"}
+    q, k, v, do = np.random.default_rng(1).standard_normal((4, 2, 40, 16), dtype=np.float32)
+    o, vjp = cuflash.attention_vjp(q, k, v, window=(9, 0))
+    expected = o, *vjp(do)
+    with a_machine_for(library) as machine, _many_groups(library):
+        copies = cupy_machine.copies_at_once(machine)
+
+        def rank(group: Any) -> list[np.ndarray]:
+            cp = distributed.ContextParallel(
+                group, seqlen=40, num_heads=2, block=8, method="gather", layout="contiguous", **options
+            )
+            received = [cp._posed.moved(group.rank, 1 - group.rank), cp._posed.own_keys(group.rank)[:, 0]]
+            assert np.array_equal(np.sort(np.concatenate(received)), np.arange(40)), "each key is written once"
+            q_, k_, v_, do_ = (machine.asarray(cp.shard(x)) for x in (q, k, v, do))
+            for _ in range(2):
+                o, vjp = cp.attention_vjp(q_.copy(), k_.copy(), v_.copy())
+                gradients = vjp(do_)
+            return [cp.unshard(x).get() for x in (o, *gradients)]
+
+        ranks = distributed.run(rank, devices=[0, 1], timeout=30)
+        for results in ranks:
+            for x, exact in zip(results, expected):
+                np.testing.assert_allclose(x, exact, atol=3e-5)
+    backward = [height for _, height in copies[4:10]]
+    assert backward == [1, 1, 1, 1, 2, 2], "dk and dv are one copy"
+
+
 def faults_end_all_processes(library: ModuleType) -> None:
     """Check what the code of processes raises if a rank raises, stops, or does not arrive."""
     distributed, processes = part(library, "distributed"), part(library, "distributed._processes")
@@ -235,7 +266,7 @@ def _raised(library: ModuleType, rank: Any, size: int = 2) -> list[str]:
     return texts
 
 
-def _fails_on_rank_1(call: Any, step: Any) -> None:
+def _fails_on_rank_1(call: Any, number: int, source: Any) -> None:
     if call.group.rank == 1:
         raise OSError("a disk is full")
 
@@ -270,7 +301,7 @@ def faults_end_all_ranks(library: ModuleType) -> None:
     closed = "PeerLost: rank 1 raised OSError: a disk is full. This group is closed: start the ranks again"
     assert _raised(library, raises) == [closed, "OSError: a disk is full"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(part(library, "distributed._passes").RankCall, "act", _fails_on_rank_1)
+        patch.setattr(part(library, "distributed._passes").RankCall, "do", _fails_on_rank_1)
         assert _raised(library, raises_in_a_step) == [closed, "OSError: a disk is full"]
     alike = "UnsupportedProblem: ranks must ask for the same call: rank 0"
     assert _raised(library, differs) == [f"{alike} has causal=True, rank 1 has causal=False"] * 2
@@ -354,33 +385,34 @@ FAULTS = {
             "distributed/_layout.py", "Costs.needed", ".any(axis=0)", ".all(axis=0)"
         ),
         "all rows of a rank's keys are copied to the needed ones": Edit(
-            POSED, "Posed.runs", '"copied": (local, rows)', '"copied": (compact, rows)'
+            POSED, "Posed.runs", "(self.keys.local(source, rows), rows) if", "(np.arange(len(rows)), rows) if"
         ),
         "gradients of other arrays are those of the first rank": Edit(
             PASSES, "_Backward.other_gradients", "range(1, group.size)", "()"
         ),
         "gradients of other arrays are those of the last group": Edit(
-            PASSES, "_Backward._keep_others", "self.others.get(name, 0)", "0"
+            PASSES, "_Backward.keep", "self.others.get(name, 0)", "0"
         ),
         "gradients of a sink belong to the first heads": Edit(
             PASSES, "_Backward._of_all_heads", "whole[..., part.heads]", "whole[..., : dsink.shape[-1]]"
         ),
         "only the first rank's gradients of keys count": Edit(
-            PASSES, "_Backward._add", "range(posed.size)", "[0]"
+            POSED, "Posed.returned_gradients", "for source in range(self.size):", "for source in range(1):"
         ),
         "gradients are added to the first rows": Edit(
-            POSED, "Posed.runs", '"added": (compact, local)', '"added": (compact, compact)'
+            POSED, "Posed.returned_gradients", "table[self.keys.local(rank, rows), 1 + source]",
+            "table[: len(rows), 1 + source]"
         ),
         "runs end where only the source's rows do": Edit(LANES, "joint_runs", " | (np.diff(target) != 1)", ""),
         "runs end where only the target's rows do": Edit(LANES, "joint_runs", "(np.diff(source) != 1) | ", ""),
         "rows of the first rank are those of all": Edit(
-            PASSES, "Gather.moves", "self._places[source]", "self._places[0]"
+            PASSES, "Gather.routes", "self._places[self.steps[number].source]", "self._places[0]"
         ),
         "results of heads go to the first heads": Edit(
             POSED, "Posed._exchanged", "self.own_heads(of_heads)", "self.own_heads(0)"
         ),
         "rows are counted twice where runs meet": Edit(
-            "distributed/_layout.py", "Rows.runs", "int(last) + 1)", "int(last) + 2)"
+            "distributed/_layout.py", "Rows.runs", "first + count", "first + count + 1"
         ),
         "random weights of a part are those of its own heads": Edit(
             "executors/tile_dropout.py", "TileDropout.of", "problem.whole_shape.num_heads", "1"
@@ -396,10 +428,33 @@ FAULTS = {
             STEPS, "_return", "[*build.number(ATTEND, source, source, group), *is_free]", "is_free"
         ),
     },
+    devices_agree: {
+        "keys that no rank moves are not written": Edit(
+            POSED, "Posed.own_keys", "np.concatenate(moved))", "np.concatenate(moved))[:0]"
+        ),
+        "own keys are those of other rows": Edit(
+            POSED, "Posed.own_keys", "[np.r_[rows, absent], places]", "[np.r_[rows, absent], places // 2]"
+        ),
+        "copies start at the first row": Edit(
+            LANES, "DeviceLanes.copier", "source[entry].data.ptr - theirs[start.name].data.ptr", "0"
+        ),
+        "copies that are adjacent in the target alone are joined": Edit(
+            LANES, "DeviceLanes.copier", "following[kind, at + height * pitches[0], begin + height * pitches[1]]",
+            "following[kind, at + height * pitches[0], begin + width]",
+        ),
+        "kernels start at the first head": Edit(
+            LANES, "CudaLanes.launcher", "now[name].data.ptr + offset", "now[name].data.ptr"
+        ),
+        "received gradients are own ones": Edit(
+            POSED, "Posed.returned_gradients", "rows if source == rank else received", "rows"
+        ),
+        "terms of keys are those of values": Edit(
+            LANES, "CudaLanes.adder", "itertools.chain(*zip(*terms))", "itertools.chain(*zip(*terms[::-1]))"
+        ),
+    },
     bits_do_not_depend_on_the_order_of_arrival: {
         "gradients are added in the order of arrival": Edit(
-            PASSES, "_Backward._add", "for source in range(posed.size):",
-            "for source in np.random.default_rng().permutation(posed.size):",
+            LANES, "HostLanes.adder", "enumerate(terms)", "enumerate(__import__('random').sample(terms, len(terms)))"
         ),
     },
     streams_wait_for_events: {
@@ -407,7 +462,7 @@ FAULTS = {
             STEPS, "program", "(step.rank, step.source if step.kind == COPY else step.rank)", "(step.rank,)"
         ),
         "steps do not wait for others": Edit(
-            THREADS, "_Meeting.work", "*(events[number] for number in issue.waits)", ""
+            THREADS, "_Meeting.work", "for number in issue.waits]", "for number in issue.waits if number < 0]"
         ),
         "a lane counts as having waited for later steps": Edit(
             STEPS, "program", "known[lane, of_other] = place[other]", "known[lane, of_other] = len(steps)"
@@ -423,7 +478,7 @@ FAULTS = {
     processes_agree: {
         "messages overlap": Edit(PROCESSES, "_parts", "first += _padded(array)", "first += 0"),
         "rows of this rank do not move": Edit(
-            PROCESSES, "_Transfer.__init__", "if step.rank == step.source:", "if step.source < 0:"
+            PROCESSES, "_Transfer.__init__", "if step.rank == step.source == rank:", "if step.source < 0:"
         ),
         "rows go to the rank that they come from": Edit(
             PROCESSES, "_Transfer.__init__", "sent[step.rank] +=", "sent[step.source] +="
@@ -483,7 +538,7 @@ FAULTS = {
             THREADS, "_Meeting.meet", "visit.failures.get(rank) or PeerLost(self.error)", "PeerLost(self.error)"
         ),
         "a refused call is computed": Edit(
-            THREADS, "_Meeting.work", "if refusal([offer for _, (*offer, _), _ in values]):", "if False:"
+            THREADS, "_Meeting.work", "refusal([offer for _, (*offer, _), _ in values])", "[]"
         ),
     },
     parts_are_rows_of_the_whole: {

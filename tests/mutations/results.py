@@ -9,7 +9,7 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from test_result_kernels import (
     check_bound_merges, check_bound_recalls, check_comparisons, check_merges, check_non_finite_merges,
-    check_refused_merges, check_special_comparisons,
+    check_refused_merges, check_special_comparisons, check_sums_of_rows,
 )  # fmt: skip
 
 from cuflash.sim import SimulationError
@@ -27,10 +27,15 @@ def results_are_compared() -> None:
     check_special_comparisons()
 
 
+def rows_are_added() -> None:
+    check_sums_of_rows()
+
+
 def kernels_are_told_what_to_do(library: ModuleType) -> None:
     planning = part(library, "planning._result_kernels")
     check_merges(planning)
     check_comparisons(planning)
+    check_sums_of_rows(planning)
 
 
 def merges_on_a_device_are_bound(library: ModuleType) -> None:
@@ -51,7 +56,8 @@ def recall_on_a_device_is_bound(library: ModuleType) -> None:
         check_bound_recalls(machine, library)
 
 
-MERGE, COMPARE, LAUNCHES = "results/merge.cu", "results/compare.cu", "planning/_result_kernels.py"
+MERGE, COMPARE, ADD = "results/merge.cu", "results/compare.cu", "results/add_rows.cu"
+LAUNCHES = "planning/_result_kernels.py"
 BOUND, MERGING, RECALL = "executors/_results.py", "merging.py", "study/_recall.py"
 FAULTS = {
     parts_are_merged: {
@@ -98,7 +104,21 @@ FAULTS = {
             COMPARE, "sum_over_block", "= sums; __syncthreads();", "= sums;"
         ),
     },
+    rows_are_added: {
+        "a row without terms is not zero": Edit(
+            ADD, "add_rows", "Accumulator total[kColumns] = {};", "Accumulator total[kColumns] = {1};"
+        ),
+        "received terms are own ones": Edit(ADD, "add_rows", "place < sums.num_own_rows", "true"),
+        "the last term counts": Edit(ADD, "add_rows", "total[c] + each", "each"),
+        "terms are added to 0": Edit(ADD, "add_rows", "term == 0 ? each : total[c] + each", "total[c] + each"),
+        "batch entries are the first": Edit(ADD, "add_rows", "batch = matrix / sums.num_heads", "batch = 0"),
+        "odd addresses are read in units": Edit(ADD, "add_rows", "reinterpret_cast<uint64_t>(data) % 16 == 0 &&", ""),
+        "blocks have the rows of the first": Edit(
+            ADD, "results_add_rows", "blockIdx.x % blocks_per_matrix * sums.rows_per_block", "0"
+        ),
+    },
     kernels_are_told_what_to_do: {
+        "values have the matrices of keys": Edit(LAUNCHES, "adding_rows", "2 * num_matrices *", "num_matrices *"),
         "rows are merged as far as their elements": Edit(
             LAUNCHES, "merging", "num_rows * threads_per_row //", "num_rows //"
         ),

@@ -199,21 +199,21 @@ def fails(group, how):
         with group:
             raise OSError("a disk is full")
     elif how == "raises in a pass":
-        _passes.RankCall.act = raises
+        _passes.RankCall.do = raises
     elif how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "is killed in a pass":
-        _passes.RankCall.act = killed
+        _passes.RankCall.do = killed
     elif how == "sleeps":
         time.sleep(5)
     cp.attention(q, k, v)
 
 
-def raises(call, step):
+def raises(call, number, source):
     raise OSError("a disk is full")
 
 
-def killed(call, step):
+def killed(call, number, source):
     os.kill(os.getpid(), signal.SIGKILL)
 
 

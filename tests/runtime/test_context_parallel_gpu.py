@@ -1,15 +1,19 @@
 """Context parallelism of threads with a GPU each, which may be the same: against one call on one GPU."""
 
+from types import SimpleNamespace
+
 import cupy_machine
 import numpy as np
 import pytest
 from cuflash.distributed import ContextParallel, Machine, PeerLost, _lanes, _posed, run
-from cuflash.distributed._lanes import DeviceLanes, Move
+from cuflash.distributed import _processes as processes
+from cuflash.distributed._lanes import CudaLanes, DeviceLanes, Move, Region
 from cuflash.distributed._schedule import ATTEND, COPY, Step, program
 from cuflash.testing import assert_within
 from executors import needs_compiler
 
 import cuflash
+import ranks_of_a_store
 from cuflash import Dropout, UnsupportedProblem, masks, scores
 
 HEADS, LENGTH = 4, 500
@@ -157,43 +161,29 @@ def test_host_arrays_are_refused_on_every_rank():
 # Without a GPU
 
 
-class _Runtime:
-    """A stand-in for copies of device memory, which are done at once."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def copy(self, target, to_pitch, source, pitch, width, height, kind, stream):
-        import ctypes
-
-        assert to_pitch >= width and pitch >= width
-        for row in range(height):
-            ctypes.memmove(target + row * to_pitch, source + row * pitch, width)
-        self.log.append((width, height))
-
-
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     with cupy_machine.installed(monkeypatch, tmp_path) as double:
-        runtime = double.cuda.runtime
-        copies = _Runtime([])
-        runtime.memcpy2DAsync, runtime.memcpyDefault, double.copies = copies.copy, 4, copies.log
-        runtime.deviceCanAccessPeer = lambda device, peer: True
-        runtime.deviceEnablePeerAccess = lambda peer: double.log.append(("access", double.device, peer))
-        double.cuda.get_current_stream = lambda: double.stream
+        double.copies = cupy_machine.copies_at_once(double)
         yield double
+
+
+def moved(machine, move, source, target):
+    """Return the array to which rows move: on the host without a machine, otherwise on its device."""
+    lanes = _lanes.HostLanes() if machine is None else DeviceLanes(0, [0, 1])
+    arrays = {"source": source, "target": target.copy()}
+    if machine is not None:
+        arrays = {name: machine.asarray(each) for name, each in arrays.items()}
+    holder = SimpleNamespace(arrays=arrays)
+    lanes.copier([(move, Region("target"), Region("source"))], arrays, arrays)(holder, holder)
+    return arrays["target"] if machine is None else arrays["target"].get()
 
 
 def test_copies_move_rows_of_heads(machine):
     rng = np.random.default_rng(0)
     source, target = rng.standard_normal((2, 5, 20, 8)), np.zeros((2, 3, 30, 8))
     move = Move("k", slice(2, 4), slice(1, 3), ((0, 10, 4), (6, 2, 3), (19, 29, 1)))
-    expected = target.copy()
-    _lanes.HostLanes().copy(expected, source, move)
-    array = machine.zeros(target.shape, target.dtype)
-    lanes, sent = DeviceLanes(0, [0, 1]), machine.asarray(source)
-    lanes.copy(array, sent, lanes.bound(array, sent, move))
-    assert np.array_equal(array.get(), expected)
+    assert np.array_equal(moved(machine, move, source, target), moved(None, move, source, target))
     assert len(machine.copies) == 6  # of two batch entries and three runs, for both heads at once
     assert ("access", 0, 1) in machine.log
 
@@ -218,8 +208,7 @@ def test_ranks_of_a_stand_in_agree_with_one_call(machine, monkeypatch, method, w
             gradients = vjp(do_)
         whole = [cp.unshard(x).get() for x in (o, gradients.dq, gradients.dk, gradients.dv)]
         (prepared,) = cp._known.values()
-        names = {key[0] for key in prepared._launches}
-        assert names == ({"forward"} if wrt else {"forward", "backward"}), "kernels alone run these passes"
+        assert set(prepared.tasks) == {"forward", ("backward", False)}
         return whole + [gradients[name].get() for name in gradients.others]
 
     o, vjp = cuflash.attention_vjp(q, k, v, causal=True, sink=sink, wrt=wrt)
@@ -227,6 +216,28 @@ def test_ranks_of_a_stand_in_agree_with_one_call(machine, monkeypatch, method, w
     exact = o, *gradients, *gradients.others.values()
     for results in run(rank, devices=[0, 1], timeout=60):
         assert len(results) == len(exact)
+        for mine, wanted in zip(results, exact):
+            np.testing.assert_allclose(mine, wanted, atol=2e-5)
+
+
+@needs_compiler
+def test_processes_with_device_arrays_agree_with_one_call(machine, monkeypatch):
+    """Threads stand in for processes, and kernels run in the simulator."""
+    monkeypatch.setattr(_posed, "TYPICAL", Machine(launch=0.0))
+    monkeypatch.setattr(processes, "HostLanes", CudaLanes)
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 2, 40, 16), dtype=np.float32)
+    o, vjp = cuflash.attention_vjp(q, k, v, window=(9, 0))
+    exact = o, *vjp(do)
+
+    def rank(group):
+        cp = ContextParallel(group, seqlen=40, num_heads=2, block=8, method="gather", window=(9, 0), kernel="simt")
+        q_, k_, v_, do_ = (machine.asarray(cp.shard(x)) for x in (q, k, v, do))
+        for _ in range(2):
+            o, vjp = cp.attention_vjp(q_, k_, v_)
+            gradients = vjp(do_)
+        return [cp.unshard(x).get() for x in (o, *gradients)]
+
+    for results in ranks_of_a_store.run(processes, 2, rank):
         for mine, wanted in zip(results, exact):
             np.testing.assert_allclose(mine, wanted, atol=2e-5)
 
@@ -264,17 +275,17 @@ def test_steps_wait_for_events_on_their_stream(machine):
     """Only events that another stream waits for are recorded, and each pass records the same ones once more."""
     lanes, copy = DeviceLanes(0, [0, 0]), Step(COPY, 0, 1, 0)
     attend, later = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,))
-    issued, ((last,), _) = program([copy, attend, later], 2)
+    (((_, issued),), ((last,), _)) = program([copy, attend, later], 2)
     logs = []
     for _ in range(2):
         machine.log.clear()
         start, events = lanes.start(), {}
         for issue in issued:
-            waits = [*(start for _ in issue.starts), *(events[number] for number in issue.waits)]
+            waits = [start if number < 0 else events[number] for number in issue.waits]
             events[issue.number] = lanes.run(issue, waits, lambda: None)
         lanes.finish([events[last]])
         logs.append(list(machine.log))
-    copies, first, second, third = lanes._copies.ptr, *(lanes._event(number).number for number in range(3))
+    copies, first, second, third = lanes._copies.ptr, *(lanes._events[number].number for number in range(3))
     assert logs[0] == logs[1] == [
         ("record", 0, start.number),
         ("wait", copies, start.number), ("wait", copies, start.number), ("record", copies, first),

@@ -396,3 +396,22 @@ def a_machine_for(library: ModuleType) -> Iterator[Cupy]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         with installed(patch, Path(folder), library) as machine:
             yield machine
+
+
+def copies_at_once(machine: Cupy) -> list[tuple[int, int]]:
+    """Make copies of device memory be done at once; return the list of the widths and heights of those done."""
+    copies = list[tuple[int, int]]()
+
+    def copy(
+        target: int, to_pitch: int, source: int, pitch: int, width: int, height: int, kind: int, stream: int
+    ) -> None:  # fmt: skip
+        assert to_pitch >= width and pitch >= width
+        for row in range(height):
+            ctypes.memmove(target + row * to_pitch, source + row * pitch, width)
+        copies.append((width, height))
+
+    runtime = machine.cuda.runtime
+    runtime.memcpy2DAsync, runtime.memcpyDefault = copy, 4
+    runtime.deviceCanAccessPeer = lambda device, peer: True
+    runtime.deviceEnablePeerAccess = lambda peer: machine.log.append(("access", machine.device, peer))
+    return copies

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
+from cuflash.distributed._lanes import HostLanes
 
 _LOCK = threading.RLock()  # ranks are threads, and each of them may run the steps of all
 
@@ -29,7 +28,7 @@ class Node:
             self.do()
 
 
-class LazyLanes:
+class LazyLanes(HostLanes):
     """Lanes of a rank with NumPy arrays, in the interface of `DeviceLanes`.
 
     Attributes
@@ -39,13 +38,9 @@ class LazyLanes:
     """
 
     has_early_copies = False
-    namespace: Any = np
 
     def __init__(self, device: int, devices: Sequence[int]) -> None:
         self.last: dict[bool, Any] = {True: None, False: None}
-
-    def current(self) -> Any:
-        return nullcontext()
 
     def start(self) -> Any:
         return self.last[False]
@@ -56,16 +51,6 @@ class LazyLanes:
         if is_copy and self.has_early_copies:
             node.force()
         return node if issue.is_awaited else None
-
-    def bound(self, target: Any, source: Any, move: Any) -> Any:
-        return move
-
-    def copy(self, target: Any, source: Any, bound: Any) -> None:
-        for own, other in bound.parts(target, source):
-            own[...] = other
-
-    def launcher(self, *arguments: Any) -> None:
-        """Bind nothing: passes of the host run as they are."""
 
     def queue(self, do: Callable[[], None], events: Sequence[Any] = ()) -> None:
         """Queue a function as a kernel of the rank."""

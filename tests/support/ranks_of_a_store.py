@@ -8,8 +8,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 
 class Store:
     """The part of PyTorch's store that groups of processes use."""
@@ -84,7 +82,7 @@ def run(
 
         def exchange(received: Any, sent: Any, of_received: list[int], of_sent: list[int]) -> _Handle:
             turn = next(counter)
-            posts[turn, number] = np.array(sent), of_sent
+            posts[turn, number] = sent.copy(), of_sent
             return _Handle(posts, turn, number, size, received, of_received)
 
         group._exchange_bytes = exchange
