@@ -229,7 +229,7 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
         return int(value)
     at_least = "" if least is None else f" of at least {least}"
     rule = f"{name} must be an int{at_least}{meaning and f' ({meaning})'}"
-    raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix and f': {fix}'}"])
+    raise UnsupportedProblem(f"{rule}; got {describe(value)}{fix and f': {fix}'}")
 
 
 def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[np.generic]:
@@ -248,8 +248,8 @@ def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[np.generic]:
         written = str(dtype) if type(dtype).__module__ == "torch" else describe(dtype)  # such as torch.float32
         like = written.rpartition(".")[2] if written.startswith("torch.") else "float32"
         reason = f'{name} must be a NumPy dtype or its name; got {written}: write {name}="{like}"'
-        raise UnsupportedProblem([reason]) from error
-    raise UnsupportedProblem([f'{name} must be a NumPy dtype or its name; got None: write {name}="float32"'])
+        raise UnsupportedProblem(reason) from error
+    raise UnsupportedProblem(f'{name} must be a NumPy dtype or its name; got None: write {name}="float32"')
 
 
 def of_list(name: str, value: Any, dtype: DTypeLike | None = None) -> Any:
@@ -277,7 +277,7 @@ def of_list(name: str, value: Any, dtype: DTypeLike | None = None) -> Any:
     array([50, 37])
     """
     if is_ragged(value):
-        raise UnsupportedProblem([_unequal_lengths(name, value)])
+        raise UnsupportedProblem(_unequal_lengths(name, value))
     if not is_list(value):
         return value
     first = _first_item(value)
@@ -286,7 +286,7 @@ def of_list(name: str, value: Any, dtype: DTypeLike | None = None) -> Any:
     try:
         array = np.asarray(value)
     except ValueError as error:  # NumPy's error for lists of unequal lengths
-        raise UnsupportedProblem([_unequal_lengths(name, value)]) from error
+        raise UnsupportedProblem(_unequal_lengths(name, value)) from error
     if array.dtype.kind in "OSU" or array.dtype != bool and _holds_flags(value):
         return value
     wanted = array.dtype if dtype is None else np.dtype(dtype)

@@ -142,7 +142,7 @@ def bigbird(
     )
     if num_window % 2 == 0:
         raise UnsupportedProblem(
-            [f"num_window_blocks must be odd, so that the window is centered on the diagonal; got {num_window}"]
+            f"num_window_blocks must be odd, so that the window is centered on the diagonal; got {num_window}"
         )
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     row, col = np.ogrid[: grid[0], : grid[1]]
@@ -202,7 +202,7 @@ def random(
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     if not (is_number(density) and 0 <= density <= 1):
-        raise UnsupportedProblem([f"density must be a number from 0 to 1; got {describe(density)}"])
+        raise UnsupportedProblem(f"density must be a number from 0 to 1; got {describe(density)}")
     refuse(flag_reasons("diagonal", diagonal))
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     count = round(float(density) * grid[1])
@@ -261,9 +261,7 @@ def longformer(
         dilation = whole_number("dilation", dilation, 1)
     refuse(reasons)
     if left % dilation or right % dilation:
-        raise UnsupportedProblem(
-            [f"window must be two multiples of dilation={dilation}; got {describe((left, right))}"]
-        )
+        raise UnsupportedProblem(f"window must be two multiples of dilation={dilation}; got {describe((left, right))}")
     local: Mask = SlidingWindow(left, right, align)
     if dilation > 1:
         local = Dilated(dilation, left // dilation, right // dilation, align)
@@ -347,7 +345,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     """
     stride, num_summary = whole_number("stride", stride, 1), whole_number("num_summary", num_summary, 0)
     if num_summary > stride:
-        raise UnsupportedProblem([f"num_summary must be at most stride={stride}; got {num_summary}"])
+        raise UnsupportedProblem(f"num_summary must be at most stride={stride}; got {num_summary}")
     stride, num_others = min(stride, UNBOUNDED), min(stride - num_summary, UNBOUNDED)
     return Causal(align) & (SameStretch(stride) | StretchEnds(stride, stride - num_others))
 
@@ -469,7 +467,7 @@ def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, 
     seqlen_q, seqlen_kv = _counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_q if seqlen_kv is None else seqlen_kv)
     if max(seqlen_q, seqlen_kv) > MAX_SEQLEN:
         lengths = f"seqlen_q={describe(seqlen_q)} and seqlen_kv={describe(seqlen_kv)}"
-        raise UnsupportedProblem([f"lengths must be at most {MAX_SEQLEN}; got {lengths}"])
+        raise UnsupportedProblem(f"lengths must be at most {MAX_SEQLEN}; got {lengths}")
     sides = block_pair(block)
     return (-(-seqlen_q // sides[0]), -(-seqlen_kv // sides[1])), sides
 
@@ -498,7 +496,7 @@ def _window(window: Any) -> tuple[int, int]:
         if is_int(window) and 0 <= window <= MAX_SEQLEN:
             fix = f": use ({window}, 0) for {window} tokens before the query and the query's own token"
         raise UnsupportedProblem(
-            [f"window must be (left, right), two ints of at least 0, in tokens, inclusive; got {describe(window)}{fix}"]
+            f"window must be (left, right), two ints of at least 0, in tokens, inclusive; got {describe(window)}{fix}"
         )
     return int(window[0]), int(window[1])
 

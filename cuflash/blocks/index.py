@@ -319,7 +319,7 @@ class BlockIndex:
         if matrix.shape == grid:
             return cls.from_blocks(matrix, *lengths, block)
         shapes = f"{lengths} if it holds elements, or {grid} if it holds blocks of {block}"
-        raise UnsupportedProblem([f"matrix must have shape {shapes}; got {matrix.shape}"])
+        raise UnsupportedProblem(f"matrix must have shape {shapes}; got {matrix.shape}")
 
     # Properties and conversions
 
@@ -907,11 +907,9 @@ class BlockIndex:
         extents = [{x, y} for x, y in ((self.batch, other.batch), (self.num_heads, other.num_heads))]
         if ours != theirs or any(len(extent - {1}) > 1 for extent in extents):
             raise UnsupportedProblem(
-                [
-                    f"block indices to combine must share lengths, block, batch and heads (or have 1); got "
-                    f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}: combine "
-                    f"their as_mask() instead"
-                ]
+                f"block indices to combine must share lengths, block, batch and heads (or have 1); got "
+                f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}: combine "
+                f"their as_mask() instead"
             )
         return self._like(combine(self.as_mask(), other.as_mask()), *map(max, extents))
 

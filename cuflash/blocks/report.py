@@ -188,8 +188,8 @@ def elements_of(index: ListedBlocks, entry: int) -> Array:
 def _require_same_blocks(index: ListedBlocks, eligible: object) -> None:
     """Refuse `eligible` blocks that are not a `BlockIndex` with the same lengths and block size."""
     if type(eligible) is not type(index):
-        raise UnsupportedProblem([f"eligible must be a BlockIndex or None; got {describe(eligible)}"])
+        raise UnsupportedProblem(f"eligible must be a BlockIndex or None; got {describe(eligible)}")
     ours, theirs = (((each.seqlen_q, each.seqlen_kv), each.block) for each in (index, eligible))
     if ours != theirs:
         of_index, got = (f"{lengths} in blocks of {block}" for lengths, block in (ours, theirs))
-        raise UnsupportedProblem([f"eligible must be an index for lengths {of_index}; got {got}"])
+        raise UnsupportedProblem(f"eligible must be an index for lengths {of_index}; got {got}")

@@ -541,7 +541,7 @@ def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
     if not is_pair or not all(side is None or is_int(side) for side in window):
         fix = f": ({describe(window)}, 0) is {describe(window)} keys before the diagonal, and the diagonal"
         fix = fix if is_int(window) and 0 <= window <= MAX_SEQLEN else ""
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}{fix}"])
+        raise UnsupportedProblem(f"window must be (left, right), each an int or None; got {describe(window)}{fix}")
     reasons: list[str] = []
     with collecting(reasons):
         sliding_window = SlidingWindow(window[0], window[1], align)
@@ -549,9 +549,7 @@ def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
         raise UnsupportedProblem(f"window's {reason}" for reason in reasons)
     if align is None and shape.seqlen_q != shape.seqlen_kv:
         raise UnsupportedProblem(
-            [
-                alignment_reason(f"window={describe(tuple(window))}", "causal", shape)
-                + "; or pass mask=masks.SlidingWindow(left, right, align=...)"
-            ]
+            alignment_reason(f"window={describe(tuple(window))}", "causal", shape)
+            + "; or pass mask=masks.SlidingWindow(left, right, align=...)"
         )
     return sliding_window.resolve(shape)

@@ -224,7 +224,7 @@ def _bounds_of_plan(
 ) -> Bounds:
     """Return `error_bound` of a plan; `options` and `product_dtype` must have their defaults."""
     if not isinstance(plan, Plan):
-        raise UnsupportedProblem([f"plan must be a Plan or None; got {describe(plan)}: create one with cuflash.plan"])
+        raise UnsupportedProblem(f"plan must be a Plan or None; got {describe(plan)}: create one with cuflash.plan")
     passed = {**options._asdict(), "product_dtype": product_dtype}
     usual = {**Options()._asdict(), "product_dtype": None}
     reasons = [
@@ -284,7 +284,7 @@ def _product_dtype(requested: DTypeLike | None) -> np.dtype:
         limits(dtype)
     except ValueError as error:
         reason = f"product_dtype must be a floating-point dtype; got {dtype}: pass np.float16, for example"
-        raise UnsupportedProblem([reason]) from error
+        raise UnsupportedProblem(reason) from error
     return dtype
 
 

@@ -96,7 +96,7 @@ def reset(state: CacheState, rows: Any) -> None:
     batch = len(state.lengths)
     listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
     if listed is None:
-        raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
+        raise UnsupportedProblem(f"rows must be a list of sequences, or None for all; got {describe(rows)}")
     reasons = [reason for row in listed for reason in sequence_reasons("rows", row, batch)]
     reasons += capture_reasons("reset", state.pages) if state.is_counted_on_device else []
     refuse(reasons)
@@ -113,7 +113,7 @@ def fork(state: CacheState, source: int, target: int) -> None:
     """Replace the contents of a sequence by those of another one, as `KVCache.fork` does."""
     if state.is_counted_on_device:
         raise UnsupportedProblem(
-            ["fork must have lengths on the host; got a cache that is counted on the device: fill another cache"]
+            "fork must have lengths on the host; got a cache that is counted on the device: fill another cache"
         )
     batch = len(state.lengths)
     reasons = sequence_reasons("source", source, batch) + sequence_reasons("target", target, batch)

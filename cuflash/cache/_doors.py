@@ -110,7 +110,7 @@ def _bound_queries(call: _Queries, options: DecodeOptions) -> StepCall:
     kernels = pass_of(arrays, cache.layout, options)
     step: AttendStep
     if kernels is None and cache.is_counted_on_device:
-        raise UnsupportedProblem([not_served(q, options.kernel, sink)])
+        raise UnsupportedProblem(not_served(q, options.kernel, sink))
     if kernels is None and call.mask is not None:
         step = ChosenRowsStep(cache, arrays, options, names)
     elif kernels is None:

@@ -116,7 +116,7 @@ class CacheState:
     def count_on_device(self) -> None:
         """Start counting on the device, as in `KVCache.count_on_device`."""
         if self.device is None:
-            raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: pass xp=cupy"])
+            raise UnsupportedProblem("the cache must be on a GPU to be counted there; got NumPy arrays: pass xp=cupy")
         if self.is_counted_on_device:
             return
         size = self.pages.page_size

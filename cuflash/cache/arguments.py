@@ -87,12 +87,12 @@ def dtype_of(dtype: DTypeLike, *, has_scales: bool = True) -> np.dtype[np.generi
     known_dtype = as_dtype("dtype", dtype)
     if known_dtype in SCALED_DTYPES and not has_scales:
         raise UnsupportedProblem(
-            ["dtype must be that of pages without scales; got float8_e4m3fn: only KVCache(dtype=...) makes such pages"]
+            "dtype must be that of pages without scales; got float8_e4m3fn: only KVCache(dtype=...) makes such pages"
         )
     supported = (*DTYPES, *SCALED_DTYPES)
     if known_dtype not in supported:
         names = ", ".join(each.name for each in supported)
-        raise UnsupportedProblem([f"dtype must be one of {names}; got {known_dtype}"])
+        raise UnsupportedProblem(f"dtype must be one of {names}; got {known_dtype}")
     return known_dtype
 
 
@@ -109,10 +109,8 @@ def numbers(name: str, value: Any, batch: int | None) -> list[int]:
     if listed is None or len(listed) != batch or not all(is_int(each) and 0 <= each < 2**31 for each in listed):
         got = value if listed is None else listed
         raise UnsupportedProblem(
-            [
-                f"{name} must be a list or array of{'' if batch is None else f' {batch}'} ints of at least 0, one for "
-                f"each sequence, on the host, since rows are counted there; got {describe(got)}"
-            ]
+            f"{name} must be a list or array of{'' if batch is None else f' {batch}'} ints of at least 0, one for "
+            f"each sequence, on the host, since rows are counted there; got {describe(got)}"
         )
     return [int(each) for each in listed]
 
@@ -222,7 +220,7 @@ def checked_window(window: Any) -> tuple[int | None, int | None] | None:
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+        raise UnsupportedProblem(f"window must be (left, right), each an int or None; got {describe(window)}")
     try:
         sliding = SlidingWindow(*window)
     except UnsupportedProblem as error:
@@ -279,7 +277,7 @@ def require_appended(news: Any, lengths: list[int], *, has_counts: bool) -> None
     fix = "append their keys and values first"
     if not has_counts and len(short) < len(lengths) and not lengths[first]:
         fix += ", or pass counts= with 0 for idle sequences"
-    raise UnsupportedProblem([f"{name} must have at most as many rows as a sequence has tokens; {got}: {fix}"])
+    raise UnsupportedProblem(f"{name} must have at most as many rows as a sequence has tokens; {got}: {fix}")
 
 
 def shown_numbers(values: list[int]) -> str:

@@ -80,9 +80,7 @@ class OnDevice:
         if value is None or not isinstance(value, list):
             return value
         if is_capturing():
-            raise UnsupportedProblem(
-                [f"{name} must be on the device inside a stream capture; got numbers on the host"]
-            )
+            raise UnsupportedProblem(f"{name} must be on the device inside a stream capture; got numbers on the host")
         return namespace(self.k).asarray(np.array(value, np.int32))
 
     def truncate(self, lengths: Any) -> None:

@@ -39,7 +39,7 @@ def generator_of(seed: Any, rng: Any) -> np.random.Generator:
     if ints and all(is_int(each) and each >= 0 for each in ints):
         return np.random.default_rng(seed)
     fix = ": pass it as rng=" if isinstance(seed, np.random.Generator) else ""
-    raise UnsupportedProblem([f"seed must be an int of at least 0, or several in a list; got {describe(seed)}{fix}"])
+    raise UnsupportedProblem(f"seed must be an int of at least 0, or several in a list; got {describe(seed)}{fix}")
 
 
 def seed_drawn_from(rng: Any) -> int:

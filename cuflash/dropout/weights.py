@@ -184,7 +184,7 @@ class Dropout:
         is_shape = isinstance(shape, tuple) and len(shape) >= 2 and all(is_int(size) and size >= 0 for size in shape)
         if not is_shape:
             wanted = "(*batch, num_heads, seqlen_q, seqlen_kv) or (seqlen_q, seqlen_kv)"
-            raise UnsupportedProblem([f"shape must be {wanted}; got {describe(shape)}"])
+            raise UnsupportedProblem(f"shape must be {wanted}; got {describe(shape)}")
         *leading, seqlen_q, seqlen_kv = shape
         lengths = {"queries": (queries, seqlen_q), "keys": (keys, seqlen_kv)}
         reasons = [

@@ -141,7 +141,7 @@ class Quantized:
         """
         dtype = as_dtype("dtype", dtype)
         if dtype not in (np.float32, np.float64):
-            raise UnsupportedProblem([f"dtype must be float32 or float64; got {dtype}: cast the result"])
+            raise UnsupportedProblem(f"dtype must be float32 or float64; got {dtype}: cast the result")
         with np.errstate(invalid="ignore"):
             scaled: Array = e4m3.to_float32(self.data).astype(dtype) * self._of_rows(self.scale).astype(dtype)
         return scaled

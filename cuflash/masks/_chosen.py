@@ -148,10 +148,8 @@ class ChosenBlocks(Mask):
         """
         if self.num_lists not in (1, num_kv_heads, num_heads):
             raise UnsupportedProblem(
-                [
-                    f"blocks must have 1, {num_kv_heads} (num_kv_heads) or {num_heads} (num_heads) heads; "
-                    f"got {self.num_lists}"
-                ]
+                f"blocks must have 1, {num_kv_heads} (num_kv_heads) or {num_heads} (num_heads) heads; "
+                f"got {self.num_lists}"
             )
 
     def resolve(self, shape: MaskShape) -> Mask:
@@ -174,7 +172,7 @@ class ChosenBlocks(Mask):
         return ResolvedChosen(self, shape)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        raise UnsupportedProblem(["ChosenBlocks depends on the shape: call .resolve(shape) first"])
+        raise UnsupportedProblem("ChosenBlocks depends on the shape: call .resolve(shape) first")
 
     @explains_keywords
     def index(self, seqlen_kv: int, *, num_heads: int | None = None) -> Any:
@@ -278,15 +276,13 @@ class ChosenBlocks(Mask):
             counts = to_host(self.counts)
             if (is_beyond := (counts < 0) | (counts > n)).any():
                 place = tuple(map(int, np.argwhere(is_beyond)[0]))
-                raise UnsupportedProblem([f"counts must be ints in 0..{n}; got {int(counts[place])} at {place}"])
+                raise UnsupportedProblem(f"counts must be ints in 0..{n}; got {int(counts[place])} at {place}")
             wrong &= np.arange(n) < counts[..., None]
         if wrong.any():
             place = tuple(map(int, np.argwhere(wrong)[0]))
             raise UnsupportedProblem(
-                [
-                    f"blocks must hold block numbers from -1, which means no block, to {num_blocks - 1} "
-                    f"(seqlen_kv={seqlen_kv} in blocks of {self.block}); got {int(blocks[place])} at {place}"
-                ]
+                f"blocks must hold block numbers from -1, which means no block, to {num_blocks - 1} "
+                f"(seqlen_kv={seqlen_kv} in blocks of {self.block}); got {int(blocks[place])} at {place}"
             )
 
 
@@ -383,10 +379,10 @@ def chosen_masks(mask: Any) -> Iterator[ChosenBlocks]:
 def _size(block: Any) -> int:
     """Return the number of keys per block as an int."""
     if isinstance(block, (tuple, list)) and len(block) == 2 and block[0] == 1:
-        raise UnsupportedProblem([f"block must be an int of at least 1; got {describe(block)}: write block={block[1]}"])
+        raise UnsupportedProblem(f"block must be an int of at least 1; got {describe(block)}: write block={block[1]}")
     size = whole_number("block", block, 1)
     if size > MAX_SEQLEN:
-        raise UnsupportedProblem([f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}"])
+        raise UnsupportedProblem(f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}")
     return size
 
 

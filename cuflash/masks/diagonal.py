@@ -21,13 +21,13 @@ class _Aligned(Mask):
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         if self.align == "bottom_right":
             raise UnsupportedProblem(
-                [f"{type(self).__name__}(align='bottom_right') depends on the lengths: call .resolve(shape) first"]
+                f"{type(self).__name__}(align='bottom_right') depends on the lengths: call .resolve(shape) first"
             )
         return self._at(0)(b, h, i, j)
 
     def resolve(self, shape: MaskShape) -> Mask:
         if self.align is None and shape.seqlen_q != shape.seqlen_kv:
-            raise UnsupportedProblem([alignment_reason(type(self).__name__, "align", shape)])
+            raise UnsupportedProblem(alignment_reason(type(self).__name__, "align", shape))
         return self._at(shape.seqlen_kv - shape.seqlen_q if self.align == "bottom_right" else 0)
 
     def _at(self, offset: int) -> Mask:
@@ -37,7 +37,7 @@ class _Aligned(Mask):
     def __post_init__(self) -> None:
         align = self.align
         if align is not None and not (isinstance(align, str) and align in ("bottom_right", "top_left")):
-            raise UnsupportedProblem([f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}"])
+            raise UnsupportedProblem(f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}")
 
 
 def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:

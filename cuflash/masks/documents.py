@@ -96,7 +96,7 @@ class Documents(Mask):
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
         if self.q_ids.ndim != 1 or kv_ids.ndim != 1:
-            raise UnsupportedProblem(["Documents with leading axes depends on the batch: call .resolve(shape) first"])
+            raise UnsupportedProblem("Documents with leading axes depends on the batch: call .resolve(shape) first")
         return _are_equal(self.q_ids[i], kv_ids[j])
 
 

@@ -81,5 +81,5 @@ def converted_length(name: str, value: Array) -> Array:
         return int(value)
     if not (is_array(value) and is_integer_dtype(value.dtype)):
         rule = f"{name} must be an int of at least 0, or an integer array over the leading axes"
-        raise UnsupportedProblem([f"{rule}; got {describe(value)}"])
+        raise UnsupportedProblem(f"{rule}; got {describe(value)}")
     return value

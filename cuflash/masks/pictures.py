@@ -157,7 +157,7 @@ def plotted(states: Array, lengths: tuple[int, int], block: tuple[int, int], ax:
     if ax is None:
         ax = pyplot.subplots()[1]
     elif not hasattr(ax, "imshow"):
-        raise UnsupportedProblem([f"ax must be the axes of a matplotlib figure; got {type(ax).__name__}"])
+        raise UnsupportedProblem(f"ax must be the axes of a matplotlib figure; got {type(ax).__name__}")
     num_rows, num_cols = states.shape
     extent = (0, num_cols * block[1], num_rows * block[0], 0)
     ax.imshow(states, cmap=colors.ListedColormap(COLOURS), vmin=0, vmax=2, extent=extent, interpolation="nearest")

@@ -184,7 +184,7 @@ class Sequences(Mask):
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         if self.q_offsets.ndim != 1 or kv_offsets.ndim != 1:
-            raise UnsupportedProblem(["Sequences with leading axes depends on the batch: call .resolve(shape) first"])
+            raise UnsupportedProblem("Sequences with leading axes depends on the batch: call .resolve(shape) first")
         lo, hi = self._keys_of(i, as_int64(self.q_offsets), as_int64(kv_offsets))
         return (lo <= j) & (j < hi)
 
@@ -321,7 +321,7 @@ def _checked_window(window: tuple[int | None, int | None] | None) -> tuple[int |
         return None
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not is_pair or not all(side is None or is_int(side) for side in window):
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
+        raise UnsupportedProblem(f"window must be (left, right), each an int or None; got {describe(window)}")
     left, right = (converted_side("window's sides", side, "keys on that side, or None for all") for side in window)
     return left, right
 
@@ -331,12 +331,12 @@ def _sums(name: str, lengths: Array) -> Array:
     lengths = taken_array(name, lengths)
     if not (is_array(lengths) and lengths.ndim >= 1 and is_integer_dtype(lengths.dtype)):
         raise UnsupportedProblem(
-            [f"{name} must be a list of ints of at least 0, or an integer array (..., num_sequences); "
-             f"got {describe(lengths)}"]
-        )  # fmt: skip
+            f"{name} must be a list of ints of at least 0, or an integer array (..., num_sequences); "
+            f"got {describe(lengths)}"
+        )
     xp = namespace(lengths)
     if xp is np and lengths.size and lengths.min() < 0:
-        raise UnsupportedProblem([f"{name} must be at least 0; got {int(lengths.min())}"])
+        raise UnsupportedProblem(f"{name} must be at least 0; got {int(lengths.min())}")
     offsets = xp.zeros((*lengths.shape[:-1], lengths.shape[-1] + 1), dtype=np.int64)
     offsets[..., 1:] = xp.cumsum(as_int64(lengths), axis=-1)
     return offsets

@@ -154,13 +154,11 @@ def block_pair(block: Any) -> tuple[int, int]:
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
     if not is_pair or not all(is_int(side) and 1 <= side < 2**63 for side in pair):
         raise UnsupportedProblem(
-            [
-                f"block must be an int of at least 1, and less than 2**63, or two of them (block_q, block_kv); got "
-                f"{describe(block)}"
-            ]
+            f"block must be an int of at least 1, and less than 2**63, or two of them (block_q, block_kv); got "
+            f"{describe(block)}"
         )
     if max(pair) > MAX_SEQLEN:
-        raise UnsupportedProblem([f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}"])
+        raise UnsupportedProblem(f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}")
     return int(pair[0]), int(pair[1])
 
 

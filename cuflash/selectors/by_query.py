@@ -136,10 +136,8 @@ def list_length(grid: Grid, forced: Forced, *counts: int | None) -> int | None:
         return None
     if None in counts:
         raise UnsupportedProblem(
-            [
-                f"budget must have max_blocks, the length of each query's list, with block={grid.block} and a mass or "
-                "a threshold; got None: write Budget(..., max_blocks=16)"
-            ]
+            f"budget must have max_blocks, the length of each query's list, with block={grid.block} and a mass or "
+            "a threshold; got None: write Budget(..., max_blocks=16)"
         )
     return min(sum(count or 0 for count in counts) + _num_forced(forced), grid.size[1])
 
@@ -162,14 +160,12 @@ def length_within(grid: Grid, budget: Budget, forced: Forced, has_extra: bool = 
     num_blocks, must, most = grid.size[1], _num_forced(forced), budget.max_blocks
     if most is not None and most < min(must, num_blocks):
         raise UnsupportedProblem(
-            [f"max_blocks must be at least {must}, the blocks that forced keeps for each query; got {most}"]
+            f"max_blocks must be at least {must}, the blocks that forced keeps for each query; got {most}"
         )
     if has_extra and most is None:
         raise UnsupportedProblem(
-            [
-                "budget must have max_blocks, the length of each query's list, with self_similarity, which keeps any "
-                "number of blocks; got None: write Budget(..., max_blocks=16)"
-            ]
+            "budget must have max_blocks, the length of each query's list, with self_similarity, which keeps any "
+            "number of blocks; got None: write Budget(..., max_blocks=16)"
         )
     list_length(grid, forced, count := count_within(budget, num_blocks))
     count = most if has_extra else count

@@ -182,9 +182,7 @@ def _checked_compression(compression: Any) -> tuple[int, int]:
     is_pair = isinstance(compression, (tuple, list)) and len(compression) == 2
     if not is_pair or not all(is_int(each) and each >= 1 for each in compression) or compression[0] % compression[1]:
         raise UnsupportedProblem(
-            [
-                f"compression must be two ints of at least 1, keys and a stride that divides them; got "
-                f"{describe(compression)}: NSA uses (32, 16)"
-            ]
+            f"compression must be two ints of at least 1, keys and a stride that divides them; got "
+            f"{describe(compression)}: NSA uses (32, 16)"
         )
     return int(compression[0]), int(compression[1])

@@ -184,9 +184,9 @@ def _sides(block: Any, page_size: Any) -> tuple[int, int]:
         return 1, 16 if page_size is None else page_size
     keys = block_pair(block)[1]
     if not is_int(block) and block[0] != 1:
-        raise UnsupportedProblem([f"block must be an int or (1, keys), since each query chooses; got {block}"])
+        raise UnsupportedProblem(f"block must be an int or (1, keys), since each query chooses; got {block}")
     if page_size not in (None, keys):
-        raise UnsupportedProblem([f"block must equal page_size if both are passed; got {block} and {page_size}"])
+        raise UnsupportedProblem(f"block must equal page_size if both are passed; got {block} and {page_size}")
     return 1, keys
 
 
@@ -216,7 +216,7 @@ def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any
     q = as_arrays({"q": q}, of_list, like=cache.k)["q"]
     require_arrays({"q": q})
     if q.ndim != 4 or q.shape[0] != batch:
-        raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
+        raise UnsupportedProblem(f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}")
     if block is None and page_size is None:
         page_size = cache.page_size
     if pages is not None:

@@ -134,12 +134,10 @@ def _budgets_of(budget: Any, vertical: Any, slash: Any) -> tuple[Any, Any]:
         missing = [name for name, part in (("vertical", vertical), ("slash", slash)) if part is None]
         if budget is None:
             raise UnsupportedProblem(
-                [
-                    f"budget must be a Budget unless vertical and slash both are; got None, without "
-                    f"{' and '.join(missing)}: write budget=selectors.Budget(top_k=8)"
-                ]
+                f"budget must be a Budget unless vertical and slash both are; got None, without "
+                f"{' and '.join(missing)}: write budget=selectors.Budget(top_k=8)"
             )
-        raise UnsupportedProblem([f"budget must be a Budget; got {describe(budget)}: write selectors.Budget(top_k=8)"])
+        raise UnsupportedProblem(f"budget must be a Budget; got {describe(budget)}: write selectors.Budget(top_k=8)")
     of_keys, of_diagonals = budget.halves()
     return of_keys if vertical is None else vertical, of_diagonals if slash is None else slash
 

@@ -164,7 +164,7 @@ class Roofline:
         0.5
         """
         if not is_number(seconds) or not 0 < seconds < np.inf:
-            raise UnsupportedProblem([f"seconds must be a positive number; got {describe(seconds)}"])
+            raise UnsupportedProblem(f"seconds must be a positive number; got {describe(seconds)}")
         return replace(self, measured_seconds=float(seconds))
 
     @property
@@ -177,7 +177,7 @@ class Roofline:
         0.0
         """
         if self.measured_seconds is None:
-            raise UnsupportedProblem(["measured_seconds must be known for a share; got None: call .measured(seconds)"])
+            raise UnsupportedProblem("measured_seconds must be known for a share; got None: call .measured(seconds)")
         return self.least_seconds / self.measured_seconds
 
     def __str__(self) -> str:

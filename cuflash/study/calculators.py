@@ -277,7 +277,7 @@ def _dtype_of_numbers(name: str, value: Any) -> np.dtype:
     """
     dtype = as_dtype(name, value)
     if dtype.kind not in "fiuV" or dtype.names or not dtype.itemsize:
-        raise UnsupportedProblem([f"{name} must be a dtype of numbers; got {dtype}"])
+        raise UnsupportedProblem(f"{name} must be a dtype of numbers; got {dtype}")
     return dtype
 
 
