@@ -29,7 +29,6 @@ from ..layouts import is_jax_array
 from .generators import Rng, rng_reasons, seed_drawn_from
 from .philox import philox4x32
 
-__all__ = ["Dropout", "Draws", "is_key", "keep_mask", "seed_of"]
 
 LEVELS = 1 << 8  # number of values of a weight's random number
 SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))

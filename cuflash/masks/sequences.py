@@ -18,7 +18,6 @@ from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, clipped, 
 from .fields import converted_side, take_arrays, taken_array
 from .shape import MaskShape
 
-__all__ = ["Sequences"]
 
 _ALIGNMENTS = ("bottom_right", "top_left")
 

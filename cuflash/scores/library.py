@@ -22,7 +22,6 @@ from ..layouts import dtype_of, is_differentiated, is_tensor
 from .score import UNALIGNED, Score
 from .trace import key_shift, tanh_fast
 
-__all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_position_2d", "softcap", "temperature"]
 
 _Parameters = ParamSpec("_Parameters")
 _MOST = 1 << 30  # maximum number of tokens or heads

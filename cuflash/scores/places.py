@@ -16,7 +16,6 @@ from .offsets import end_reasons, offset_reasons, pair_reasons
 from .score import MAX_ARRAYS, RESTARTED, UNALIGNED, Score
 from .trace import shifted_by
 
-__all__ = ["in_cache", "within"]
 
 _STARTS = ("q_starts", "kv_starts", "q_shifts")
 _FARTHEST = 1 << 30  # the largest sequence length

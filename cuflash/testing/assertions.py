@@ -37,18 +37,6 @@ from ..scores.score import Score
 from ..scores.trace import shifted_by
 from . import oracle
 
-__all__ = [
-    "Attend",
-    "Example",
-    "assert_exact_probes",
-    "assert_lse_counts_the_keys",
-    "assert_mask_is_the_one_asked_for",
-    "assert_means_are_exact",
-    "assert_ones_stay_ones",
-    "assert_wide_accumulators",
-    "assert_within",
-    "assert_within_bounds",
-]
 
 _RESULTS = ("o", "lse", "dq", "dk", "dv", "dsink")
 _ROUNDED = ("o", "lse", "dq", "dk", "dv")  # results with the dtype of the operands or of the accumulator
@@ -228,7 +216,7 @@ class Example:
         >>> example.bounds.o.shape
         (1, 2)
         """
-        return self._bounds(probable=False)
+        return self._bounds()
 
     @functools.cached_property
     def probable_bounds(self) -> Bounds:
@@ -243,7 +231,8 @@ class Example:
         """
         return self._bounds(probable=True)
 
-    def _bounds(self, probable: bool) -> Bounds:
+    def _bounds(self, **options: Any) -> Bounds:
+        """Return `error_bound` of the operands, with further options."""
         return error_bound(
             self.q,
             self.k,
@@ -258,7 +247,7 @@ class Example:
             dropout=self.dropout,
             precision=self.precision,
             product_dtype=self.product_dtype,
-            probable=probable,
+            **options,
         )
 
     def __repr__(self) -> str:

@@ -31,32 +31,10 @@ from ..masks.shape import MaskShape
 from ..scores import Score
 from .assertions import Example, on_lattice
 from .formulas import Formula, formulas
-from . import mask_strategies
-from .mask_strategies import INTEGER_KINDS, INTEGER_TYPES, as_kind, masks, shared
+from .mask_strategies import masks, shared
 from .memory_layouts import LAYOUTS, laid_out
 from .source_text import source_text
 
-__all__ = [
-    "HEAD_DIMS",
-    "INTEGER_KINDS",
-    "INTEGER_TYPES",
-    "LAYOUTS",
-    "VALUES",
-    "Structure",
-    "as_kind",
-    "dropouts",
-    "examples",
-    "formulas",
-    "head_dims",
-    "heads",
-    "laid_out",
-    "layouts",
-    "lengths",
-    "masks",
-    "scales",
-    "sinks",
-    "structures",
-]
 
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES)
 HEAD_DIMS = (1, 2, 3, 7, 8, 16, 17, 32, 40, 59, 64, 80, 96, 111, 128, 256)
@@ -405,12 +383,7 @@ def structures(
     ...     assert structure.num_heads * structure.seqlen_q * structure.seqlen_kv <= 1000
     >>> test()
     """
-    limits = _Limits(
-        tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
-        has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
-        masks=masks, sink_dtypes=sink_dtypes, broadcast_sinks=broadcast_sinks,
-    )  # fmt: skip
+    limits = _Limits(**locals())  # all parameters by name
     refuse(limits.reasons())
     return _structures(limits)
 
@@ -512,7 +485,7 @@ def _masks(draw: st.DrawFn, limits: _Limits, shape: MaskShape) -> Mask | None:
     """Draw a mask within the limits; if empty rows are not allowed, such rows attend all keys instead."""
     if limits.masks is None:
         is_masked = draw(shared(st.sampled_from, (False, True, True, True)))
-        mask = draw(mask_strategies.masks(shape, limits.max_leaves)) if is_masked else None
+        mask = draw(masks(shape, limits.max_leaves)) if is_masked else None
     else:
         mask = draw(limits.masks if isinstance(limits.masks, st.SearchStrategy) else limits.masks(shape))
     if mask is None or limits.empty_rows:
@@ -653,10 +626,4 @@ def examples(
     ...     assert example.q.dtype == "float32" and example.q.shape[-2] <= 20
     >>> test()
     """
-    drawn = structures(
-        tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
-        has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
-        masks=masks, sink_dtypes=sink_dtypes, broadcast_sinks=broadcast_sinks,
-    )  # fmt: skip
-    return drawn.map(Structure.example)
+    return structures(**locals()).map(Structure.example)  # all parameters by name
