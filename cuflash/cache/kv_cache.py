@@ -18,7 +18,7 @@ from ._state import CacheState
 from .arguments import shown_numbers
 from .pages import growths
 from .scoring import score_of
-from .steps import RequestedOptions, DecodeStep
+from .steps import DecodeStep, Request, RequestedOptions
 
 
 @explains_keywords
@@ -695,19 +695,19 @@ class KVCache:
         if score is not None or softcap is not None or bias is not None:
             with collecting(reasons):
                 scored = score_of(score, softcap, bias, state.rows.k)
-        if not reasons and type(return_lse) is bool:
-            if mask is None or type(mask) is ChosenBlocks:
-                step_call, q, sink = state.steps.decode(q, out, sink, options, scored, mask)
+        request = Request(q, out, sink, options, scored, mask)
+        if not reasons and type(return_lse) is bool and (mask is None or type(mask) is ChosenBlocks):
+            step_call, request = state.steps.decode(request)
         if step_call is None:
             reasons += flag_reasons("return_lse", return_lse)
-            step_call, q, sink = checked_queries(state, q, counts, out, sink, options, scored, mask, reasons)
+            step_call, request = checked_queries(state, request, counts, reasons)
         elif mask is not None and state.device is None:
             mask.require_numbers(state.capacity)
-        news = state.queried(counts, q.shape[2])
+        news = state.queried(counts, request.q.shape[2])
         news = None if counts is None else news
         o, lse = step_call.step.make_o() if out is None else out, step_call.step.make_lse() if return_lse else None
         if isinstance(step_call.step, DecodeStep):
-            state.on_device().decode(step_call, q, o, lse, news, sink, scored, mask)
+            state.on_device().decode(step_call, request, o, lse, news)
         else:
-            step_call.step.attend(state, q, o, lse, news, sink, scored, mask)
+            step_call.step.attend(state, request, o, lse, news)
         return (o, lse) if return_lse else o

@@ -12,14 +12,12 @@ from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem
 from ..executors import gpu
 from ..layouts import kind_of
-from ..masks import ChosenBlocks
 from ..planning.appending import append_pass
 from ..planning.decoding import CacheLayout
 from ..planning.launches import Pass
-from ..scores import Score
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
-from .steps import AppendStep, DecodeStep, StepCall, Steps
+from .steps import AppendStep, DecodeStep, Request, StepCall, Steps
 
 
 class OnDevice:
@@ -113,9 +111,7 @@ class OnDevice:
         arrays |= {"arrivals": self._arrived_blocks, "key_bounds": self.key_bounds}
         return self.steps.keep_append(k, v, AppendStep(kernels, arrays, gpu.current_target()))
 
-    def decode_step(
-        self, kernels: Pass, arrays: Mapping[str, Array | None], captured: Sequence[str]
-    ) -> DecodeStep:  # fmt: skip
+    def decode_step(self, kernels: Pass, arrays: Mapping[str, Array | None], inputs: Sequence[str]) -> DecodeStep:
         """Return the step of a call of `attention`, with the cache's counters of arrived parts, which kernels reset.
 
         Parameters
@@ -123,13 +119,13 @@ class OnDevice:
         kernels : Pass
         arrays : dict by name
             q, k, v, o, lse and sink, the scales of FP8 rows, and the arrays of the score function and of lists.
-        captured : sequence of str
-            The names of the score function's arrays.
+        inputs : sequence of str
+            The names of the arrays that the call reads.
         """
         self._require_ready(kernels)
         zeroed = {name: each.shape for name, each in kernels.workspaces.items() if each.is_zeroed}
         arrived = {name: self._arrivals(prod(shape)) for name, shape in zeroed.items()}
-        return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), captured)
+        return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), inputs)
 
     def _arrivals(self, number: int) -> Array:
         """Return an array of this many counters of arrived parts, which kernels leave at 0; calls share it."""
@@ -137,18 +133,14 @@ class OnDevice:
             self._arrived_parts[number] = namespace(self.k).zeros((number,), np.int32)
         return self._arrived_parts[number]
 
-    def decode(
-        self, step_call: StepCall, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
-        score: Score | None = None, chosen: ChosenBlocks | None = None,
-    ) -> None:  # fmt: skip
+    def decode(self, step_call: StepCall, request: Request, o: Array, lse: Array | None, counts: Any) -> None:
         """Launch the decode kernel; lse is None if the caller does not need it."""
         step, addresses = step_call
         counts, stream = self.numbers("counts", counts), self.steps.current_stream()
         memory = self.steps.memory(step.nbytes)
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
         step.launch((*addresses, o.data.ptr, of_counts, *step.places(memory.data.ptr, of_lse)), stream)
-        captured = () if score is None else score.arrays.values()
-        self._after(step, stream, q, o, lse, counts, sink, memory, *captured, chosen)
+        self._after(step, stream, *request.arrays, o, lse, counts, memory)
 
     def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Array) -> None:
         """Keep a captured call's arrays as long as the cache, since replays use them; wait if the step is checked."""
