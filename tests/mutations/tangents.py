@@ -317,7 +317,7 @@ FAULTS = {
             BOUNDS, "push_tolerances", "z * (p_excess + rounding * p_larger + np.minimum(p, model.wp))", "z * 0 * p"
         ),
         "o_dot has no error": Edit(
-            BOUNDS, "delta_tangents", "np.abs(do_dot) * forward.tol_o + np.abs(do) * push.tol_o_dot",
+            BOUNDS, "_delta_tangents", "np.abs(do_dot) * forward.tol_o + np.abs(do) * push.tol_o_dot",
             "np.abs(do_dot) * forward.tol_o",
         ),
         "slopes' tangents have no error": Edit(BOUNDS, "_through_slopes", "+ pushed.e_slope_dot * larger", ""),
