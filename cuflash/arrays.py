@@ -170,12 +170,12 @@ def to_host(array: Array) -> Array:
     return array if namespace(array) is np else array.get()
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """True if a value is an integer of Python or NumPy, but not a bool or a NumPy timedelta."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """True if a value is a real number of Python or NumPy."""
     return is_int(value) or isinstance(value, (float, np.floating))
 

@@ -12,7 +12,6 @@ array([[1, 0, 0, 0],
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from .masks.block_pattern import BlockPattern
 from .masks.coordinates import UNBOUNDED, Intervals, widened
 from .masks.diagonal import Causal, Dilated, SlidingWindow
 from .masks.lengths import Lengths
-from .masks.shape import MAX_SEQLEN, block_pair, count_reasons
+from .masks.shape import MAX_SEQLEN, BlockSize, block_pair, count_reasons
 
 __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
 
@@ -35,7 +34,9 @@ def __dir__() -> list[str]:
 
 
 @explains_keywords
-def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
+def butterfly(
+    seqlen_q: int, seqlen_kv: int | None = None, *, block: BlockSize = 128, max_stride: int | None = None
+) -> Mask:
     """Return the flat block butterfly: block row I keeps block I and the blocks whose number differs in one bit.
 
     Parameters
@@ -87,7 +88,7 @@ def bigbird(
     seqlen_q: int,
     seqlen_kv: int | None = None,
     *,
-    block: Any = 128,
+    block: BlockSize = 128,
     num_window_blocks: int = 3,
     num_global_blocks: int = 1,
     num_random_blocks: int = 3,
@@ -159,7 +160,7 @@ def random(
     seqlen_q: int,
     seqlen_kv: int | None = None,
     *,
-    block: Any = 128,
+    block: BlockSize = 128,
     density: float,
     num_heads: int = 1,
     seed: int = 0,
@@ -396,7 +397,7 @@ def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | No
 
 
 @explains_keywords
-def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
+def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: BlockSize = 128) -> Mask:
     """Return a checkerboard: every other block of each row, which is the worst case for contiguous reads of keys.
 
     Parameters
@@ -463,7 +464,7 @@ class StretchEnds(Mask):
         return into * (into > 0)
 
 
-def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+def _grid(seqlen_q: int, seqlen_kv: int | None, block: BlockSize) -> tuple[tuple[int, int], tuple[int, int]]:
     seqlen_q, seqlen_kv = _counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_q if seqlen_kv is None else seqlen_kv)
     if max(seqlen_q, seqlen_kv) > MAX_SEQLEN:
         lengths = f"seqlen_q={describe(seqlen_q)} and seqlen_kv={describe(seqlen_kv)}"
@@ -481,14 +482,14 @@ def _pattern_of(rows: Array, cols: Array, grid: tuple[int, int], sides: tuple[in
     return BlockPattern(coo_array((np.ones(len(rows), bool), (rows, cols)), shape=grid), sides)
 
 
-def _random_rows(rng: np.random.Generator, candidates: Array, count: Any) -> Array:
+def _random_rows(rng: np.random.Generator, candidates: Array, count: Array | int) -> Array:
     """Draw `count` candidates of each row without replacement, or all of them if there are fewer."""
     order = np.where(candidates, rng.random(candidates.shape), 2.0)
     rank = order.argsort(axis=1).argsort(axis=1)
     return candidates & (rank < np.reshape(count, (-1, 1)))
 
 
-def _window(window: Any) -> tuple[int, int]:
+def _window(window: tuple[int, int]) -> tuple[int, int]:
     """Return the numbers of tokens of a window before and after the query."""
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not is_pair or not all(is_int(side) and side >= 0 for side in window):
@@ -501,7 +502,7 @@ def _window(window: Any) -> tuple[int, int]:
     return int(window[0]), int(window[1])
 
 
-def _counts(**values: object) -> list[int]:
+def _counts(**values: int) -> list[int]:
     """Return ints of at least 0, or raise an error with all reasons."""
     reasons: list[str] = []
     counts = []
@@ -512,7 +513,7 @@ def _counts(**values: object) -> list[int]:
     return counts
 
 
-def _counts_of_blocks(**values: object) -> list[int]:
+def _counts_of_blocks(**values: int) -> list[int]:
     """Return numbers of blocks or heads, ints of at least 0 that fit int64, or raise an error with all reasons."""
     counts = _counts(**values)
     refuse(count_reasons(**values))

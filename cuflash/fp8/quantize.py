@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import E4M3, UP_TO_FLOAT32, Array, as_dtype, describe, is_int, is_number, namespace, require_arrays
 from ..errors import UnsupportedProblem, collecting, refuse
@@ -114,7 +115,7 @@ class Quantized:
     def __repr__(self) -> str:
         return f"Quantized(shape={self.shape}, per={self.per!r}, block={self.block}, rotation={self.rotation})"
 
-    def scaled(self, dtype: Any = np.float32) -> Array:
+    def scaled(self, dtype: DTypeLike = np.float32) -> Array:
         """Multiply the FP8 numbers by their scales; rotated rows stay rotated.
 
         Parameters
@@ -226,14 +227,15 @@ class Quantized:
 
 @overload
 def quantize(
-    x: Array, *, dtype: Any = ..., per: str = ..., block: int = ..., rotate: Rotation | None = ..., largest: float = ...
-) -> Quantized: ...
+    x: Array, *, dtype: DTypeLike = ..., per: str = ..., block: int = ..., rotate: Rotation | None = ...,
+    largest: float = ...,
+) -> Quantized: ...  # fmt: skip
 
 
 @overload
 def quantize(
-    x: Array, k: Array, v: Array, *, dtype: Any = ..., per: str = ..., block: int = ..., rotate: Rotation | None = ...,
-    largest: float = ...,
+    x: Array, k: Array, v: Array, *, dtype: DTypeLike = ..., per: str = ..., block: int = ...,
+    rotate: Rotation | None = ..., largest: float = ...,
 ) -> tuple[Quantized, Quantized, Quantized]: ...  # fmt: skip
 
 
@@ -243,7 +245,7 @@ def quantize(
     k: Array | None = None,
     v: Array | None = None,
     *,
-    dtype: Any = "float8_e4m3fn",
+    dtype: DTypeLike = "float8_e4m3fn",
     per: str = "block",
     block: int = BLOCK,
     rotate: Rotation | None = None,
@@ -365,7 +367,7 @@ def scale_shape(shape: tuple[int, ...], per: str, block: int) -> tuple[int, ...]
 
 
 def _parts_and_scale(
-    x: Array, per: str, block: int, largest: Any, rotation: Rotation | None
+    x: Array, per: str, block: int, largest: np.float32, rotation: Rotation | None
 ) -> tuple[Array, Array, Array]:
     """Split rows into parts, rotate them, and return parts, scales and units.
 
@@ -406,7 +408,7 @@ def _array_reasons(arrays: Mapping[str, Array]) -> list[str]:
     return reasons
 
 
-def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
+def _option_reasons(per: str, block: int, rotation: Rotation | None, x: Array) -> list[str]:
     reasons = []
     if not isinstance(per, str) or per not in PARTS:
         reasons.append(f"per must be one of {', '.join(map(repr, PARTS))}; got {describe(per)}: use 'block'")
@@ -416,7 +418,7 @@ def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
     return reasons + _rotation_reasons(rotation, x)
 
 
-def _rotation_reasons(rotation: Any, x: Array) -> list[str]:
+def _rotation_reasons(rotation: Rotation | None, x: Array) -> list[str]:
     if rotation is not None and not isinstance(rotation, Rotation):
         return [f"rotate must be a Rotation or None; got {describe(rotation)}: use Rotation(head_dim)"]
     if rotation is None or not x.ndim or x.shape[-1] == rotation.head_dim:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from ..arrays import describe, is_int, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
+
+BlockSize: TypeAlias = int | tuple[int, int]  # the side of a square block, or (block_q, block_kv)
 
 _Mask = TypeVar("_Mask")
 MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
@@ -120,12 +122,12 @@ def length_reasons(shape: MaskShape) -> list[str]:
     ]
 
 
-def count_reasons(**lengths: object) -> list[str]:
+def count_reasons(**lengths: int) -> list[str]:
     """Return the reasons why lengths, or numbers of heads, are refused."""
     return [
         f"{name} must be an int from 0 to 2**63 - 1; got {describe(length)}"
         for name, length in lengths.items()
-        if not (is_int(length) and 0 <= length < 2**63)  # type: ignore[operator]
+        if not (is_int(length) and 0 <= length < 2**63)
     ]
 
 
@@ -144,15 +146,14 @@ def whole_shape(seqlen_q: int, seqlen_kv: int | None, batch: tuple[int, ...], nu
     return shape
 
 
-def block_pair(block: Any) -> tuple[int, int]:
+def block_pair(block: BlockSize) -> tuple[int, int]:
     """Return (block_q, block_kv) from one int or two.
 
     >>> block_pair(64), block_pair((64, 128))
     ((64, 64), (64, 128))
     """
-    pair = (block, block) if is_int(block) else block
-    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-    if not is_pair or not all(is_int(side) and 1 <= side < 2**63 for side in pair):
+    pair = block if isinstance(block, (tuple, list)) else (block, block)
+    if len(pair) != 2 or not all(is_int(side) and 1 <= side < 2**63 for side in pair):
         raise UnsupportedProblem(
             f"block must be an int of at least 1, and less than 2**63, or two of them (block_q, block_kv); got "
             f"{describe(block)}"

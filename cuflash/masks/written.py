@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..arrays import is_array, is_sparse
 from .coordinates import LeadingArray
 
+if TYPE_CHECKING:
+    from .base import Mask
+
 _MOST_LISTED = 8  # larger arrays are shown by shape and dtype
 
 
-def written(mask: Any) -> str:
+def written(mask: Mask) -> str:
     """Format a mask as a call of its class: fields without a default by position, others by name if they differ."""
     arguments = []
     for field in fields(mask):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, is_flag, is_int, is_number, namespace
+from ..arrays import Array, describe, is_flag, is_int, is_number, Namespace, namespace
 from ..errors import refuse
 from ..keywords import explains_keywords
 
@@ -193,7 +192,7 @@ class Diagonal:
     is_met: Array
 
     @classmethod
-    def of(cls, xp: Any, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
+    def of(cls, xp: Namespace, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
         """Create the diagonal of a grid of blocks that aligns query i with key i + offset."""
         num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
         column = xp.arange(num_columns)
@@ -213,7 +212,7 @@ class Diagonal:
         return is_forced | (self.column < forced.sink) if forced.sink else is_forced
 
 
-def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Budget) -> Array:
+def choose(scores: Array, weights: Array, eligible: Array | None, forced: Array | None, budget: Budget) -> Array:
     """Return which blocks of each row are kept, bool [..., num_kv_blocks].
 
     Parameters
@@ -230,7 +229,7 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
         return xp.zeros(scores.shape, dtype=bool)
     keys = _keys(scores, eligible, forced)
     count = min(max(budget.top_k or 0, budget.min_blocks), scores.shape[-1])
-    last: Any = _NOT_FORCED - 1
+    last: Array | int = _NOT_FORCED - 1
     part = budget.part
     if count or part is not None:
         in_order = xp.sort(keys, axis=-1)
@@ -250,7 +249,7 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
     return is_kept & (keys <= xp.sort(keys, axis=-1)[..., budget.max_blocks - 1 : budget.max_blocks])
 
 
-def _keys(scores: Array, eligible: Any, forced: Any) -> Array:
+def _keys(scores: Array, eligible: Array | None, forced: Array | None) -> Array:
     """Compute sort keys, int64 and distinct within a row, in whose ascending order blocks are kept.
 
     The upper half encodes the float32 score in descending order, where -0 equals 0 and NaN is the least; the lower half

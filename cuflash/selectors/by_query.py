@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,8 @@ class Estimate(NamedTuple):
 
     scores: Array
     shares: Array | None
-    extra: Any = None
-    allowed: Any = None
+    extra: Array | None = None
+    allowed: Array | None = None
 
 
 Estimates = Callable[[Grid], Estimate]
@@ -199,7 +199,7 @@ def _pieces(grid: Grid, columns: int) -> Iterator[Grid]:
         yield replace(piece, mask=Band() if stairs is None else stairs)
 
 
-def share_reasons(share: Any) -> list[str]:
+def share_reasons(share: str) -> list[str]:
     """Return why a value of share= is refused; an empty list if it is valid."""
     if share in (QUERY, GROUP) and isinstance(share, str):
         return []

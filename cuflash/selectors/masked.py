@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, namespace
+from ..arrays import accumulator_dtype, Array, Namespace, namespace
 from ..blocks.index import BlockIndex
 from ..masks.coordinates import elements
 from .grid import Grid, block_means, of_strides, padded
@@ -91,7 +91,7 @@ class MaskedBlocks:
         each query and key that the caller reads.
         """
         shape, index = self.grid.shape, self.index
-        xp: Any = np if index.is_on_host else self.grid.xp
+        xp: Namespace = np if index.is_on_host else self.grid.xp
         extents = index.batch, index.num_heads, stop - first, index.num_kv_blocks
         if index.is_on_host:
             places = list(np.nonzero(index.states()[:, :, first:stop] == 2))
@@ -107,7 +107,7 @@ class MaskedBlocks:
             b, h, row, col = (place[start : start + step] for place in places)
             yield self._cut(xp, b, h, row + first, col, each)
 
-    def _cut(self, xp: Any, b: Array, h: Array, row: Array, col: Array, each: tuple[int, int]) -> Cut:
+    def _cut(self, xp: Namespace, b: Array, h: Array, row: Array, col: Array, each: tuple[int, int]) -> Cut:
         shape, to = self.grid.shape, self.grid.xp.asarray
         i = row[:, None] * self.block[0] + xp.arange(self.block[0])
         j = col[:, None] * self.block[1] + xp.arange(self.block[1])

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -402,7 +401,7 @@ def _device_of_word(word: str) -> DeviceSpec:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _report(flags: Any) -> str:
+def _report(flags: argparse.Namespace) -> str:
     dtype = as_dtype("--dtype", flags.dtype)
     kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
     kv_length = flags.length if flags.kv_length is None else flags.kv_length

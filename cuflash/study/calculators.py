@@ -242,7 +242,8 @@ def largest_length(
 
 
 def _bytes_of_token(
-    reasons: list[str], num_layers: Any, num_kv_heads: Any, head_dim: Any, dtype: Any, page_size: Any, value_dim: Any
+    reasons: list[str], num_layers: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike, page_size: int | None,
+    value_dim: int | None,
 ) -> int:
     """Return the bytes of a token's keys and values in all layers; append to `reasons` if an argument is invalid."""
     value_dim = head_dim if value_dim is None else value_dim
@@ -259,7 +260,7 @@ def _bytes_of_token(
     return int(num_layers) * int(num_kv_heads) * a_head
 
 
-def _count_reasons(**counts: Any) -> list[str]:
+def _count_reasons(**counts: int) -> list[str]:
     return [
         f"{name} must be an int of at least 1; got {describe(count)}"
         for name, count in counts.items()
@@ -267,7 +268,7 @@ def _count_reasons(**counts: Any) -> list[str]:
     ]
 
 
-def _dtype_of_numbers(name: str, value: Any) -> np.dtype:
+def _dtype_of_numbers(name: str, value: DTypeLike) -> np.dtype:
     """Return `value` as a NumPy dtype of numbers, such as the rows of a cache have.
 
     Raises
