@@ -232,6 +232,23 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
     raise UnsupportedProblem(f"{rule}; got {describe(value)}{fix and f': {fix}'}")
 
 
+def int_reasons(least: int, most: int | None = None, **values: int) -> list[str]:
+    """Return the reasons why values, by the names of their arguments, are not ints from `least` to `most`.
+
+    >>> int_reasons(0, 2**31 - 1, n=-1)
+    ['n must be an int from 0 to 2**31 - 1; got -1']
+    """
+    rule = f"of at least {least}"
+    if most is not None:
+        is_long = most >= 2**31 - 1 and not most & most + 1
+        rule = f"from {least} to {f'2**{most.bit_length()} - 1' if is_long else most}"
+    return [
+        f"{name} must be an int {rule}; got {describe(value)}"
+        for name, value in values.items()
+        if not (is_int(value) and least <= value and (most is None or value <= most))
+    ]
+
+
 def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[np.generic]:
     """Convert a value to a NumPy dtype; None, which NumPy would convert to float64, is refused.
 

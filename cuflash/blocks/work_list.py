@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
+from ..arrays import Array, Namespace, describe, is_flag, namespace, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..masks.arrays import as_mask
 from ..masks.base import Band, Mask, intersection
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import held_arrays, mask_namespace, without_memos
 from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
-from ..masks.shape import MAX_SEQLEN, MaskShape
+from ..masks.fields import window_sides
+from ..masks.shape import MaskShape
 from ._gathered_rows import GatheredRows
 from .classify import BlockKind, extents, row_intervals, unpack
 from .index import BlockIndex
@@ -536,20 +537,11 @@ def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:
     ]
 
 
-def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not is_pair or not all(side is None or is_int(side) for side in window):
-        fix = f": ({describe(window)}, 0) is {describe(window)} keys before the diagonal, and the diagonal"
-        fix = fix if is_int(window) and 0 <= window <= MAX_SEQLEN else ""
-        raise UnsupportedProblem(f"window must be (left, right), each an int or None; got {describe(window)}{fix}")
-    reasons: list[str] = []
-    with collecting(reasons):
-        sliding_window = SlidingWindow(window[0], window[1], align)
-    if reasons:
-        raise UnsupportedProblem(f"window's {reason}" for reason in reasons)
+def _window(window: tuple[int | None, int | None], align: str | None, shape: MaskShape) -> Mask:
+    left, right = window_sides(window)
     if align is None and shape.seqlen_q != shape.seqlen_kv:
         raise UnsupportedProblem(
             alignment_reason(f"window={describe(tuple(window))}", "causal", shape)
             + "; or pass mask=masks.SlidingWindow(left, right, align=...)"
         )
-    return sliding_window.resolve(shape)
+    return SlidingWindow(left, right, align).resolve(shape)

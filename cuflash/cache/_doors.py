@@ -10,11 +10,12 @@ import numpy as np
 from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, flag_reasons, namespace
 from ..calls._call import Call
 from ..errors import UnsupportedProblem, collecting, refuse
+from ..masks.fields import window_sides
 from ..planning.options import Options
 from ..plans.conversion import as_arrays
 from ._passes import DecodeOptions, SimulatedStep, pass_of
 from ._state import CacheState
-from .arguments import checked_window, not_served, out_reasons, overlap_reasons, row_reasons, sink_reasons
+from .arguments import not_served, out_reasons, overlap_reasons, row_reasons, sink_reasons
 from .on_device import device_reasons, is_on_device
 from .chosen import form_of, mask_reasons
 from .one_by_one import ChosenRowsStep, OwnRowsStep
@@ -53,7 +54,7 @@ def checked_queries(
     q, out, sink, options, score, mask = request
     reasons = row_reasons({"q": q}, k, {"q": (len(cache.lengths), "num_heads", "n", k.shape[3])}, dtypes) + [*reasons]
     with collecting(reasons):
-        window = checked_window(options.window)
+        window = None if options.window is None else window_sides(options.window)
     reasons += flag_reasons("causal", options.causal)
     if not reasons:
         reasons += out_reasons(out, (*q.shape[:3], v.shape[3]), q, {"q": q, **_own_arrays(cache)})

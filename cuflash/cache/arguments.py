@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..arrays import (
-    DTYPES, SCALED_DTYPES, Array, as_dtype, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace,
-    require_arrays, to_host,
+    DTYPES, SCALED_DTYPES, Array, as_dtype, describe, flag_reasons, int_reasons, is_array, is_int, is_integer_dtype,
+    namespace, require_arrays, to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import COPIES, device_number, is_broadcast, kind_of, overlap
-from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
 from ..planning.families.sm80_storage import MOST_PARTS
 from ..planning.operands import operands_of
@@ -26,14 +25,11 @@ _LARGEST_PAGE = 1024
 _PAGE_STEP = 16
 
 
-def size_reasons(**sizes: Any) -> list[str]:
+def size_reasons(**sizes: int) -> list[str]:
     """Return why numbers are not valid sizes of a cache."""
     most = {"head_dim": MAX_HEAD_DIM, "value_dim": MAX_HEAD_DIM}
-    return [
-        f"{name} must be an int from 1 to {most.get(name, '2**31 - 1')}; got {describe(size)}"
-        for name, size in sizes.items()
-        if not (is_int(size) and 1 <= size <= most.get(name, 2**31 - 1))
-    ]
+    checked = (int_reasons(1, most.get(name, 2**31 - 1), **{name: size}) for name, size in sizes.items())
+    return [reason for reasons in checked for reason in reasons]
 
 
 def page_size_reasons(page_size: Any, name: str = "page_size") -> list[str]:
@@ -213,19 +209,6 @@ def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
         operands_of({"sink": sink}, (int(q.shape[0]), int(q.shape[1])))
     require_arrays({"sink": sink})  # operands_of also accepts a shape with a dtype
     return reasons + place_reasons("sink", sink, like)
-
-
-def checked_window(window: Any) -> tuple[int | None, int | None] | None:
-    """Return a window as a pair of ints or None; raise UnsupportedProblem if it is not a window."""
-    if window is None:
-        return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise UnsupportedProblem(f"window must be (left, right), each an int or None; got {describe(window)}")
-    try:
-        sliding = SlidingWindow(*window)
-    except UnsupportedProblem as error:
-        raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
-    return sliding.left, sliding.right
 
 
 def excess_reasons(counts: list[int], num_rows: int) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arrays import Array, describe, namespace, whole_number
-from ..errors import UnsupportedProblem
+from ..arrays import Array, namespace, whole_number
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
+from ..scores.library import alignment_reasons
 from .base import And, Band, Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, clipped, of_batch, per_batch, widened
-from .fields import convert_sides, converted_length, take_arrays
+from .fields import KEYS, convert_sides, converted_length, take_arrays
 from .shape import MaskShape
 
 
@@ -35,9 +36,7 @@ class _Aligned(Mask):
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        align = self.align
-        if align is not None and not (isinstance(align, str) and align in ("bottom_right", "top_left")):
-            raise UnsupportedProblem(f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}")
+        refuse(alignment_reasons(self.align))
 
 
 def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
@@ -114,7 +113,7 @@ class SlidingWindow(_Aligned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        convert_sides(self, "the window's keys on that side, or None for all")
+        convert_sides(self, KEYS)
 
     def _at(self, offset: int) -> Mask:
         return _band(offset, self.left, self.right)

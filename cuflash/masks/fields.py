@@ -12,7 +12,9 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
 from .content import held_arrays
+from .shape import MAX_SEQLEN
 
+KEYS = "the window's keys on that side, or None for all"
 _Mask = TypeVar("_Mask", bound=Mask)
 
 
@@ -68,6 +70,23 @@ def with_cupy_arrays(mask: _Mask) -> _Mask:
 def convert_sides(mask: Mask, meaning: str) -> None:
     for name in ("left", "right"):
         object.__setattr__(mask, name, converted_side(name, getattr(mask, name), meaning))
+
+
+def window_sides(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """Return the sides of a window as ints, or None for no limit.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The window is not a pair of ints of at least 0 or None.
+    """
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(side is None or is_int(side) for side in window):
+        fix = f": ({describe(window)}, 0) is {describe(window)} keys before the diagonal, and the diagonal"
+        fix = fix if is_int(window) and 0 <= window <= MAX_SEQLEN else ""
+        raise UnsupportedProblem(f"window must be (left, right), each an int or None; got {describe(window)}{fix}")
+    left, right = (converted_side(f"window's {name}", side, KEYS) for name, side in zip(("left", "right"), window))
+    return left, right
 
 
 def converted_side(name: str, side: int | None, meaning: str) -> int | None:

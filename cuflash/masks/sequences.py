@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace
+from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_integer_dtype, namespace
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
@@ -15,7 +15,7 @@ from ._interval_form import IntervalForm, KernelIntervals
 from .base import Mask
 from .content import DeviceForm
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, clipped, leading_reasons
-from .fields import converted_side, take_arrays, taken_array
+from .fields import take_arrays, taken_array, window_sides
 from .shape import MaskShape
 
 
@@ -98,7 +98,7 @@ class Sequences(Mask):
         object.__setattr__(self, "allow_gaps", not reasons and bool(self.allow_gaps))
         reasons += self._offset_reasons()
         with collecting(reasons):
-            object.__setattr__(self, "window", _checked_window(self.window))
+            object.__setattr__(self, "window", None if self.window is None else window_sides(self.window))
         if is_flag(self.causal):
             object.__setattr__(self, "causal", bool(self.causal))
         elif not (isinstance(self.causal, str) and self.causal in _ALIGNMENTS):
@@ -313,16 +313,6 @@ class ResolvedSequences(KernelIntervals):
     def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
         lo, hi = self.bounds
         return lo.at(b, i), hi.at(b, i)
-
-
-def _checked_window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None] | None:
-    if window is None:
-        return None
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not is_pair or not all(side is None or is_int(side) for side in window):
-        raise UnsupportedProblem(f"window must be (left, right), each an int or None; got {describe(window)}")
-    left, right = (converted_side("window's sides", side, "keys on that side, or None for all") for side in window)
-    return left, right
 
 
 def _sums(name: str, lengths: Array) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from ..arrays import describe, is_int, whole_number
+from ..arrays import describe, int_reasons, is_int, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 
@@ -124,11 +124,7 @@ def length_reasons(shape: MaskShape) -> list[str]:
 
 def count_reasons(**lengths: int) -> list[str]:
     """Return the reasons why lengths, or numbers of heads, are refused."""
-    return [
-        f"{name} must be an int from 0 to 2**63 - 1; got {describe(length)}"
-        for name, length in lengths.items()
-        if not (is_int(length) and 0 <= length < 2**63)
-    ]
+    return int_reasons(0, 2**63 - 1, **lengths)
 
 
 def shape_reasons(shape: MaskShape) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import SCALED_DTYPES, Array, as_dtype, describe, is_int, is_integer_dtype, is_number
+from ..arrays import SCALED_DTYPES, Array, as_dtype, describe, int_reasons, is_int, is_integer_dtype, is_number
 from ..cache.arguments import page_size_reasons
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..fp8.rows import SCALE_BYTES
@@ -232,7 +232,7 @@ def largest_length(
     """
     reasons: list[str] = []
     a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
-    reasons += _count_reasons(batch=batch)
+    reasons += int_reasons(1, batch=batch)
     nbytes = available_bytes if is_int(available_bytes) or not is_number(available_bytes) else float(available_bytes)
     if not (is_number(nbytes) and 0 <= nbytes < 1 << _SIZE_BITS):
         reasons.append(f"available_bytes must be a number from 0 to 2**{_SIZE_BITS}; got {describe(available_bytes)}")
@@ -248,7 +248,7 @@ def _bytes_of_token(
     """Return the bytes of a token's keys and values in all layers; append to `reasons` if an argument is invalid."""
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-    wrong = _count_reasons(**sizes) + ([] if page_size is None else page_size_reasons(page_size))
+    wrong = int_reasons(1, **sizes) + ([] if page_size is None else page_size_reasons(page_size))
     itemsize = of_scales = 0
     with collecting(wrong):
         row_dtype = _dtype_of_numbers("dtype", dtype)
@@ -258,14 +258,6 @@ def _bytes_of_token(
         return 0
     a_head: int = (int(head_dim) + int(value_dim)) * itemsize + of_scales
     return int(num_layers) * int(num_kv_heads) * a_head
-
-
-def _count_reasons(**counts: int) -> list[str]:
-    return [
-        f"{name} must be an int of at least 1; got {describe(count)}"
-        for name, count in counts.items()
-        if not (is_int(count) and count >= 1)
-    ]
 
 
 def _dtype_of_numbers(name: str, value: DTypeLike) -> np.dtype:

@@ -166,7 +166,7 @@ FAULTS = {
     },
     refuses(attends(window=(Q, 0)), "window must be (left, right)"): {
         "a side of a window is anything": Edit(
-            "blocks/work_list.py", "_window",
+            "masks/fields.py", "window_sides",
             "if not is_pair or not all(side is None or is_int(side) for side in window):",
             "if not is_pair:",
         ),
