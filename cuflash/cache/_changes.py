@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, describe
+from ..arrays import Array, describe, is_array, is_integer_dtype, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..plans.conversion import as_arrays
 from ._state import CacheState
 from .arguments import (
-    PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, page_reasons, part_reasons,
-    sequence_reasons, size_reasons,
+    PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, overlap_reasons, page_reasons,
+    part_reasons, row_reasons, sequence_reasons, size_reasons,
 )  # fmt: skip
-from .given_pages import checked_pages
 from .on_device import capture_reasons
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool, length_faults
@@ -62,7 +62,7 @@ def new_state(
 
 def state_over(k_pages: Array, v_pages: Array, block_table: Array, lengths: Any, part_keys: int | None) -> CacheState:
     """Return the state of a cache over existing pages; parameters and errors are those of `KVCache.over`."""
-    arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
+    arrays, tables, positions, max_pages = _checked_pages(k_pages, v_pages, block_table, lengths)
     page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
     refuse(part_reasons(part_keys, max_pages * page_size))
     pages = PagePool(page_size, num_pages, tables, owns_rest=False)
@@ -136,3 +136,63 @@ def reserve(state: CacheState, lengths: Any) -> None:
     state.make_room("lengths", stops)
     if state.is_counted_on_device:
         state.on_device()  # copy now, since a replayed graph copies nothing from the host
+
+
+def _checked_pages(
+    k_pages: Any, v_pages: Any, block_table: Any, lengths: Any
+) -> tuple[PagedRows, list[list[int]], list[int], int]:
+    """Return the arrays of pages, the pages and the length of each sequence, and the maximum number of pages.
+
+    Raises
+    ------
+    TypeError
+        The pages or the table are not arrays.
+    UnsupportedProblem
+        Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; the error lists all reasons.
+    """
+    pages = as_arrays({"k_pages": k_pages, "v_pages": v_pages}, {"k_pages": np.float64, "v_pages": np.float64})
+    k, v = pages.values()
+    shape = ("num_pages", "num_kv_heads", "page_size", "head_dim")
+    reasons = row_reasons({"k_pages": k}, k, {"k_pages": shape})
+    refuse(reasons)
+    reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
+    with collecting(reasons):
+        dtype_of(k.dtype, has_scales=False)
+    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # keys and values are written separately
+    page_size, num_pages = int(k.shape[2]), int(k.shape[0])
+    reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
+    integers = as_arrays({"block_table": block_table, "lengths": lengths}, {"block_table": np.int64}, like=k)
+    table, lengths = integers.values()
+    if not (is_array(table) and table.ndim == 2 and is_integer_dtype(table.dtype) and all(table.shape)):
+        reasons.append(f"block_table must be an integer array (batch, max_pages); got {describe(table)}")
+    positions: list[int] = []
+    with collecting(reasons):
+        batch = int(table.shape[0]) if is_array(table) and table.ndim else None
+        positions = numbers("lengths", to_host(lengths) if is_array(lengths) else lengths, batch)
+    refuse(reasons)
+    tables, max_pages = [_until_negative(row) for row in to_host(table).tolist()], table.shape[1]
+    refuse(_table_reasons(tables, positions, page_size, num_pages))
+    return PagedRows(k, v), tables, positions, int(max_pages)
+
+
+def _until_negative(row: list[int]) -> list[int]:
+    stop = next((place for place, page in enumerate(row) if page < 0), len(row))
+    return row[:stop]
+
+
+def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, num_pages: int) -> list[str]:
+    """Return why the pages of sequences are invalid, or too few for the sequences' lengths."""
+    reasons = []
+    for sequence, (table, length) in enumerate(zip(tables, lengths)):
+        wrong = [page for page in table if page >= num_pages]
+        if wrong:
+            reasons.append(
+                f"block_table must name pages below {num_pages}; got {wrong[0]} for sequence {sequence}: mark missing "
+                "pages with -1"
+            )
+        if length > len(table) * page_size:
+            reasons.append(
+                f"lengths must fit the pages of the sequences; got {length} for sequence {sequence}, which has "
+                f"{len(table)} pages of {page_size}"
+            )
+    return reasons

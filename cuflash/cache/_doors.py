@@ -7,17 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, flag_reasons, namespace
+from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
 from ..calls._call import Call
 from ..errors import UnsupportedProblem, collecting, refuse
+from ..executors import checks
+from ..masks import ChosenBlocks, MaskShape
 from ..masks.fields import window_sides
+from ..planning.chosen_pages import BLOCK_STEP, ChosenForm
 from ..planning.options import Options
 from ..plans.conversion import as_arrays
 from ._passes import DecodeOptions, SimulatedStep, pass_of
 from ._state import CacheState
-from .arguments import not_served, out_reasons, overlap_reasons, row_reasons, sink_reasons
+from .arguments import not_served, out_reasons, overlap_reasons, place_reasons, row_reasons, sink_reasons
 from .on_device import device_reasons, is_on_device
-from .chosen import form_of, mask_reasons
 from .one_by_one import ChosenRowsStep, OwnRowsStep
 from .scoring import ScoreKind, arrays_of, fit_reasons
 from .steps import AttendStep, Request, Step, StepCall, lists_of
@@ -62,7 +64,7 @@ def checked_queries(
             reasons.append(f"q must have at most as many rows as the capacity, {cache.capacity}; got {q.shape[2]}")
         reasons += sink_reasons(sink, q, k)
         reasons += [] if score is None else fit_reasons(score, q, k, v, cache.capacity)
-        reasons += mask_reasons(cache, mask, q)
+        reasons += _mask_reasons(cache, mask, q)
     is_fitting = q.ndim == 4 and q.shape[2] <= cache.capacity
     reasons += _count_reasons(cache, counts, q, cache.queried if is_fitting else cache.counted)
     *_, scale, kernel, executor, precision = options
@@ -71,7 +73,7 @@ def checked_queries(
         requested = Options(scale=scale, kernel=kernel, executor=executor, precision=precision)
         Call.of(like, like, like, requested, reasons=reasons)
     left, right = window or (None, None)
-    kind, lists = None if score is None else ScoreKind.of_score(score), None if mask is None else form_of(mask)
+    kind, lists = None if score is None else ScoreKind.of_score(score), None if mask is None else _form_of(mask)
     words = scale, kernel, executor, precision
     decode_options = DecodeOptions(left, 0 if options.causal else right, *words, cache.part_keys, kind, lists)
     return cache.steps.keep_decode(request, _bound_step(cache, request, decode_options)), request
@@ -119,4 +121,38 @@ def _count_reasons(cache: CacheState, counts: Any, rows: Array, counted: Callabl
         if cache.device is not None and is_on_device(counts):
             return device_reasons("counts", counts, len(cache.lengths), cache.rows.k)
         counted(counts, int(rows.shape[2]) if rows.ndim == 4 else 2**31)
+    return reasons
+
+
+def _form_of(chosen: ChosenBlocks) -> ChosenForm:
+    """Return the form of a mask's lists: everything except their contents."""
+    counts = None if chosen.counts is None else np.dtype(chosen.counts.dtype)
+    blocks = chosen.blocks
+    return ChosenForm(chosen.block, chosen.num_lists, int(blocks.shape[-1]), int(blocks.dtype.itemsize), counts)
+
+
+def _mask_reasons(cache: CacheState, mask: Any, q: Array) -> list[str]:
+    """Return why a mask cannot be used for queries [batch, num_heads, n, head_dim] of a cache."""
+    if mask is None:
+        return []
+    if type(mask) is not ChosenBlocks:
+        return [
+            "mask must be a masks.ChosenBlocks with blocks of each sequence's positions, or None; got "
+            f"{describe(mask)}: pass causal= and window= for other masks"
+        ]
+    reasons: list[str] = []
+    with collecting(reasons):
+        mask.require_heads(int(q.shape[1]), int(cache.rows.k.shape[1]))
+        mask.resolve(MaskShape((int(q.shape[0]),), int(q.shape[1]), int(q.shape[2]), cache.capacity))
+    for name, array in lists_of(mask).items():
+        reasons += place_reasons("counts" if name == "block_counts" else name, array, cache.rows.k)
+    page_size, block = cache.pages.page_size, mask.block
+    if cache.is_paged and (block % BLOCK_STEP or block % page_size and page_size % block):
+        reasons.append(
+            f"mask must have blocks that are multiples or divisors of a page of {page_size} positions, in multiples of "
+            f"{BLOCK_STEP}; got block={block}"
+        )
+    if checks.is_on() and not reasons:
+        with collecting(reasons):
+            mask.require_numbers(cache.capacity)
     return reasons

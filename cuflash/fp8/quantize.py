@@ -16,7 +16,6 @@ from ..planning.problem import MAX_HEAD_DIM
 from ..plans.conversion import as_arrays
 from . import e4m3, on_device
 from .rotation import Rotation, large_units
-from .transposed import transposed_values
 
 PARTS = ("block", "head", "tensor")
 BLOCK = 128  # rows that share a scale by default
@@ -199,7 +198,7 @@ class Quantized:
         """
         if not self._transposed:
             transposed = on_device.transposed_bytes(self.data)
-            self._transposed.append(transposed_values(self.data) if transposed is None else transposed)
+            self._transposed.append(e4m3.transposed_values(self.data) if transposed is None else transposed)
         return self._transposed[0]
 
     def _data_reasons(self) -> list[str]:

@@ -11,7 +11,7 @@ from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_intege
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
-from ._interval_form import IntervalForm, KernelIntervals
+from ._interval_form import BoundedRows, IntervalForm
 from .base import Mask
 from .content import DeviceForm
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, clipped, leading_reasons
@@ -278,7 +278,7 @@ class Sequences(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ResolvedSequences(KernelIntervals):
+class ResolvedSequences(BoundedRows):
     """The resolved form of `Sequences`."""
 
     source: Sequences
@@ -286,7 +286,6 @@ class ResolvedSequences(KernelIntervals):
 
     @cached_property
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
-        """The first key that each query attends, and one past the last; unused if the kernel computes them."""
         q, kv = as_int64(self.source.arrays[0]), as_int64(self.source.arrays[-1])
         xp, batch = namespace(q, kv), self.shape.batch
         leading = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
@@ -298,10 +297,6 @@ class ResolvedSequences(KernelIntervals):
         return LeadingArray.of(lo, batch, 1), LeadingArray.of(hi, batch, 1)
 
     @property
-    def _has_intervals(self) -> bool:
-        return True
-
-    @property
     def interval_form(self) -> IntervalForm:
         source = self.source
         left, right = source.window or (None, None)
@@ -309,10 +304,6 @@ class ResolvedSequences(KernelIntervals):
             "sequences", source.q_offsets, source.kv_offsets, left, 0 if source.causal else right,
             source.causal == "bottom_right",
         )  # fmt: skip
-
-    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        lo, hi = self.bounds
-        return lo.at(b, i), hi.at(b, i)
 
 
 def _sums(name: str, lengths: Array) -> Array:

@@ -322,17 +322,13 @@ def assert_within_bounds(
     gradients = {} if isinstance(others, EllipsisType) else others
     require_results(example, results, gradients)
     bounds = example.probable_bounds if probable else example.bounds
-    share = 1.0 if reference_is_finer(example.q.dtype) else 2.0
-    ratios = []
-    for name, result in results.items():
-        exact = getattr(example.exact, name)
-        actual = as_result(name, result, exact.shape, example)
-        ratios.append(assert_within(name, actual, exact, share * getattr(bounds, name), example))
-    for name, result in gradients.items():
-        exact = example.exact.others[name]
-        actual = as_result(f"d{name}", result, exact.shape, example)
-        ratios.append(assert_within(f"d{name}", actual, exact, share * bounds.others[name], example))
-    return max(ratios)
+    share, exact = 1.0 if reference_is_finer(example.q.dtype) else 2.0, example.exact
+    compared = [(name, result, getattr(exact, name), getattr(bounds, name)) for name, result in results.items()]
+    compared += [(f"d{name}", x, exact.others[name], bounds.others[name]) for name, x in gradients.items()]
+    return max(
+        assert_within(name, as_result(name, actual, right.shape, example), right, share * bound, example)
+        for name, actual, right, bound in compared
+    )
 
 
 def require_results(example: Example, results: Mapping[str, Array], others: Mapping[str, Array] | EllipsisType) -> None:

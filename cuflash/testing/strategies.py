@@ -226,7 +226,7 @@ class Structure:
             "dlse": (*batch, *heads_q, self.seqlen_q, 1),
         }
         dtype = np.dtype(self.dtype)
-        operands = {}
+        operands: dict[str, Array] = {}
         for (name, shape), layout in zip(shapes.items(), self.layouts):
             kind = accumulator_dtype(dtype) if name == "dlse" else dtype
             filled = _filled(rng, name, shape, self.values)
@@ -244,10 +244,7 @@ class Structure:
             arrays = self.score.arrays(self.mask_shape, self.seed, accumulator_dtype(dtype))
             score = Score(self.score, **arrays)
         return Example(
-            q=operands["q"],
-            k=operands["k"],
-            v=operands["v"],
-            do=operands["do"],
+            **operands,
             dlse=dlse,
             sink=None if sink is None else np.asarray(sink).astype(self.sink_dtype),
             mask=self.mask,

@@ -207,7 +207,7 @@ FAULTS = {
     },
     refuses(_over, "v_pages must not overlap k_pages"): {
         "one array is keys and values": Edit(
-            "cache/given_pages.py", "checked_pages", 'overlap_reasons("v_pages", v, {"k_pages": k})', "[]"
+            "cache/_changes.py", "_checked_pages", 'overlap_reasons("v_pages", v, {"k_pages": k})', "[]"
         ),
     },
     refuses(lambda library: _cache(library, part_keys=64, capacity=8193), "into at most 128 parts"): {

@@ -169,7 +169,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 
 CHANGES, PAGES, ROWS = "cache/_changes.py", "cache/pages.py", "cache/paged_rows.py"
-GIVEN, ONE, ARGUMENTS = "cache/given_pages.py", "cache/one_by_one.py", "cache/arguments.py"
+GIVEN, ONE, ARGUMENTS = "cache/_changes.py", "cache/one_by_one.py", "cache/arguments.py"
 DOORS, STATE = "cache/_doors.py", "cache/_state.py"
 ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
