@@ -195,15 +195,19 @@ class Grid:
         return BlockIndex.from_mask(whole, block=self.block, **self.shape._asdict())
 
 
+def block_sums(x: Array, side: int) -> Array:
+    """Sum blocks of `side` rows, [..., num_blocks, dim], in the accumulator's dtype; count booleans."""
+    num_blocks, dtype = -(-x.shape[-2] // side), None if x.dtype == bool else accumulator_dtype(x.dtype)
+    blocks = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1])
+    return blocks.sum(axis=-2, dtype=dtype)
+
+
 def block_means(x: Array, side: int) -> Array:
     """Compute the means of blocks of `side` rows, [..., num_blocks, dim], in the accumulator's dtype."""
-    xp, length, dtype = namespace(x), x.shape[-2], accumulator_dtype(x.dtype)
-    num_blocks = -(-length // side)
-    blocks = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1])
-    sums = blocks.sum(axis=-2, dtype=dtype)
+    xp, length, sums = namespace(x), x.shape[-2], block_sums(x, side)
     if length % side == 0:
         return sums / side
-    counts = xp.minimum(length - xp.arange(0, num_blocks * side, side), side).astype(dtype)
+    counts = xp.minimum(length - xp.arange(0, sums.shape[-2] * side, side), side).astype(sums.dtype)
     return sums / counts[:, None]
 
 
