@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
+from .arrays import Array, describe, flag_reasons, int_reasons, is_int, is_number, whole_number
 from .dropout import Rng, generator_of
 from .errors import UnsupportedProblem, collecting, refuse
 from .keywords import explains_keywords
@@ -504,13 +504,8 @@ def _window(window: tuple[int, int]) -> tuple[int, int]:
 
 def _counts(**values: int) -> list[int]:
     """Return ints of at least 0, or raise an error with all reasons."""
-    reasons: list[str] = []
-    counts = []
-    for name, value in values.items():
-        with collecting(reasons):
-            counts.append(whole_number(name, value, 0))
-    refuse(reasons)
-    return counts
+    refuse(int_reasons(0, **values))
+    return list(map(int, values.values()))
 
 
 def _counts_of_blocks(**values: int) -> list[int]:

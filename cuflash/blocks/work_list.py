@@ -99,12 +99,8 @@ class IntervalWork:
         lo, hi = (np.reshape(side, (-1, self.seqlen_q)) for side in (self.lo, self.hi))
         bounds = sequence_bounds(lo, self.seqlen_kv)
         starts_q, starts_kv = (tile_starts(each, height) for each, height in zip(bounds, self.sequence_tile))
-        lengths = np.stack(
-            [
-                np.searchsorted(of_lo, starts[1:] - 1, side="right") - np.searchsorted(of_hi, starts[:-1], side="right")
-                for of_lo, of_hi, starts in zip(lo, hi, starts_kv)
-            ]
-        )
+        each = zip(lo, hi, starts_kv)
+        lengths = np.stack([_num_rows(of_lo, of_hi, keys[:-1], keys[1:] - 1) for of_lo, of_hi, keys in each])
         order = _longest_first(_in_blocks(lengths, self.sequence_tile[0]))
         return {"q_blocks": starts_q, "kv_blocks": starts_kv, "column_entries": order}
 
@@ -131,12 +127,7 @@ class IntervalWork:
         first_row, last_row = (xp.asarray(side) for side in _block_ends(self.seqlen_q, self.block_q))
         first_key, last_key = (xp.asarray(side) for side in _block_ends(self.seqlen_kv, self.block_kv))
         rows = hi[:, last_row] - lo[:, first_row]
-        columns = xp.stack(
-            [
-                xp.searchsorted(of_lo, last_key, side="right") - xp.searchsorted(of_hi, first_key, side="right")
-                for of_lo, of_hi in zip(lo, hi)
-            ]
-        )
+        columns = xp.stack([_num_rows(of_lo, of_hi, first_key, last_key) for of_lo, of_hi in zip(lo, hi)])
         return {
             "row_order": _longest_first(_in_blocks(rows, self.block_kv)).reshape(-1),
             "column_order": _longest_first(_in_blocks(columns, self.block_q)).reshape(-1),
@@ -348,6 +339,12 @@ class ListedWork:
     def _matrix(self, b: int, h: int) -> int:
         b, h = self.owner(b, h)
         return b * self.index.num_heads + h
+
+
+def _num_rows(lo: Array, hi: Array, first: Array, last: Array) -> Array:
+    """Return how many rows attend to keys first <= j <= last, for each pair of first and last."""
+    xp = namespace(lo)
+    return xp.searchsorted(lo, last, side="right") - xp.searchsorted(hi, first, side="right")
 
 
 def _block_ends(length: int, block: int) -> tuple[Array, Array]:

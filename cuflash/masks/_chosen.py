@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, is_integer_dtype, namespace, no_array, to_host, whole_number
+from ..arrays import (
+    Array, describe, int_reasons, is_array, is_integer_dtype, namespace, no_array, to_host, whole_number,
+)  # fmt: skip
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from .base import Mask
@@ -425,11 +427,9 @@ class Compressed(Mask):
     stride: int
 
     def __post_init__(self) -> None:
-        reasons: list[str] = []
-        for name in ("length", "stride"):
-            with collecting(reasons):
-                object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
-        refuse(reasons)
+        refuse(int_reasons(1, length=self.length, stride=self.stride))
+        object.__setattr__(self, "length", int(self.length))
+        object.__setattr__(self, "stride", int(self.stride))
 
     def resolve(self, shape: MaskShape) -> Mask:
         return Stairs(1, min(self.stride, UNBOUNDED), 1 - min(self.length, UNBOUNDED))

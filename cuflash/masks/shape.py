@@ -6,8 +6,8 @@ from collections.abc import Callable
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from ..arrays import describe, int_reasons, is_int, whole_number
-from ..errors import UnsupportedProblem, collecting, refuse
+from ..arrays import describe, int_reasons, is_int
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
 
 BlockSize: TypeAlias = int | tuple[int, int]  # the side of a square block, or (block_q, block_kv)
@@ -49,13 +49,11 @@ class MaskShape(_Extents):
         is_tuple = isinstance(batch, (tuple, list))
         if not is_tuple:
             reasons.append(f"batch must be a tuple of ints, the extents of the leading axes; got {describe(batch)}")
-        extents = [(f"batch[{axis}]", extent) for axis, extent in enumerate(batch if is_tuple else ())]
-        numbers = []
-        for name, value in (*extents, ("num_heads", num_heads), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
-            with collecting(reasons):
-                numbers.append(whole_number(name, value, 0))
-        refuse(reasons)
-        return super().__new__(cls, tuple(numbers[:-3]), *numbers[-3:])
+        extents = {f"batch[{axis}]": extent for axis, extent in enumerate(batch if is_tuple else ())}
+        extents |= {"num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+        refuse(reasons + int_reasons(0, **extents))
+        *leading, num_heads, seqlen_q, seqlen_kv = map(int, extents.values())
+        return super().__new__(cls, tuple(leading), num_heads, seqlen_q, seqlen_kv)
 
     @property
     def num_batch(self) -> int:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ..arrays import DTYPES, Array, accumulator_dtype, describe, flag_reasons, is_int, whole_number
+from ..arrays import DTYPES, Array, accumulator_dtype, describe, flag_reasons, int_reasons, is_int
 from ..dropout import Dropout
-from ..errors import collecting, refuse
+from ..errors import refuse
 from ..keywords import explains_keywords
 from ..masks.arrays import Dense
 from ..masks.base import Mask
@@ -308,10 +308,8 @@ class _Limits:
 
     def reasons(self) -> list[str]:
         """Return why arguments of `structures` are refused."""
-        reasons: list[str] = []
-        for name in ("tile", "most_scores", "most_rows", "max_leaves", "widest", "longest"):
-            with collecting(reasons):
-                whole_number(name, getattr(self, name), 1)
+        counts = ("tile", "most_scores", "most_rows", "max_leaves", "widest", "longest")
+        reasons = int_reasons(1, **{name: getattr(self, name) for name in counts})
         reasons += _dtype_reasons("dtypes", self.dtypes)
         reasons += [] if self.sink_dtypes is None else _dtype_reasons("sink_dtypes", self.sink_dtypes)
         for name in (
