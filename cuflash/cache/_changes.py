@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, describe, is_array, is_integer_dtype, to_host
+from ..arrays import Array, Namespace, describe, is_array, is_integer_dtype, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..plans.conversion import as_arrays
 from ._state import CacheState
 from .arguments import (
-    PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, overlap_reasons, page_reasons,
+    Counts, PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, overlap_reasons, page_reasons,
     part_reasons, row_reasons, sequence_reasons, size_reasons,
 )  # fmt: skip
 from .on_device import capture_reasons
@@ -32,7 +31,7 @@ def new_state(
     num_pages: int | None,
     part_keys: int | None,
     keeps_page_bounds: bool,
-    xp: Any,
+    xp: Namespace,
 ) -> CacheState:
     """Return the state of a new, empty cache; parameters and errors are those of `KVCache`."""
     sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
@@ -60,7 +59,9 @@ def new_state(
     return CacheState(arrays, pages, [0] * int(batch), int(capacity), own_part_keys)
 
 
-def state_over(k_pages: Array, v_pages: Array, block_table: Array, lengths: Any, part_keys: int | None) -> CacheState:
+def state_over(
+    k_pages: Array, v_pages: Array, block_table: Array, lengths: Counts, part_keys: int | None
+) -> CacheState:
     """Return the state of a cache over existing pages; parameters and errors are those of `KVCache.over`."""
     arrays, tables, positions, max_pages = _checked_pages(k_pages, v_pages, block_table, lengths)
     page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
@@ -79,19 +80,20 @@ def rows_of(state: CacheState, sequence: int) -> tuple[Array, Array]:
     return state.rows.gather(table, 0, length)
 
 
-def truncate(state: CacheState, lengths: Any) -> None:
+def truncate(state: CacheState, lengths: Counts) -> None:
     """Shorten sequences, as `KVCache.truncate` does."""
     new_lengths = state.numbers("lengths", lengths)
     if state.is_counted_on_device:
         state.on_device().truncate(new_lengths)
         return
+    assert isinstance(new_lengths, list)  # an array would have started counting on the device
     refuse(growth_reasons(new_lengths, state.lengths))
     for sequence, length in enumerate(new_lengths):
         state.pages.shrink(sequence, length)
     state.lengths = new_lengths
 
 
-def reset(state: CacheState, rows: Any) -> None:
+def reset(state: CacheState, rows: Counts | None) -> None:
     """Empty sequences, or all of them if `rows` is None, as `KVCache.reset` does."""
     batch = len(state.lengths)
     listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
@@ -128,7 +130,7 @@ def fork(state: CacheState, source: int, target: int) -> None:
     state.lengths[target] = state.lengths[source]
 
 
-def reserve(state: CacheState, lengths: Any) -> None:
+def reserve(state: CacheState, lengths: Counts) -> None:
     """Allocate pages for sequences of these lengths, as `KVCache.reserve` does."""
     stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(state.lengths))
     if state.is_counted_on_device and (reasons := capture_reasons("reserve", state.pages)):
@@ -139,7 +141,7 @@ def reserve(state: CacheState, lengths: Any) -> None:
 
 
 def _checked_pages(
-    k_pages: Any, v_pages: Any, block_table: Any, lengths: Any
+    k_pages: Array, v_pages: Array, block_table: Array, lengths: Counts
 ) -> tuple[PagedRows, list[list[int]], list[int], int]:
     """Return the arrays of pages, the pages and the length of each sequence, and the maximum number of pages.
 

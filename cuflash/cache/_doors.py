@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,14 +17,14 @@ from ..planning.options import Options
 from ..plans.conversion import as_arrays
 from ._passes import DecodeOptions, SimulatedStep, pass_of
 from ._state import CacheState
-from .arguments import not_served, out_reasons, overlap_reasons, place_reasons, row_reasons, sink_reasons
+from .arguments import Counts, not_served, out_reasons, overlap_reasons, place_reasons, row_reasons, sink_reasons
 from .on_device import device_reasons, is_on_device
 from .one_by_one import ChosenRowsStep, OwnRowsStep
 from .scoring import ScoreKind, arrays_of, fit_reasons
 from .steps import AttendStep, Request, Step, StepCall, lists_of
 
 
-def checked_rows(cache: CacheState, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
+def checked_rows(cache: CacheState, k: Array, v: Array, counts: Counts | None) -> tuple[Array, Array]:
     """Return new rows as arrays of the cache's library, after checking that they and the counts fit."""
     arrays = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", _row_dtypes(cache)[-1]), like=cache.rows.k)
     k, v = arrays.values()
@@ -45,7 +44,7 @@ def checked_rows(cache: CacheState, k: Any, v: Any, counts: Any) -> tuple[Array,
 
 
 def checked_queries(
-    cache: CacheState, request: Request, counts: Any, reasons: Sequence[str]
+    cache: CacheState, request: Request, counts: Counts | None, reasons: Sequence[str]
 ) -> tuple[StepCall, Request]:
     """Return a new `StepCall` for a call of `attention` that has none in the cache, and the request with known arrays.
 
@@ -113,7 +112,9 @@ def _row_dtypes(cache: CacheState) -> tuple[np.dtype[np.generic], ...]:
     return UP_TO_FLOAT32 if cache.rows.is_quantized else (cache.rows.dtype,)
 
 
-def _count_reasons(cache: CacheState, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
+def _count_reasons(
+    cache: CacheState, counts: Counts | None, rows: Array, counted: Callable[[Counts | None, int], Counts]
+) -> list[str]:
     """Return why counts are not valid numbers of rows; if rows have a wrong shape, any count is accepted."""
     reasons: list[str] = []
     with collecting(reasons):
@@ -131,7 +132,7 @@ def _form_of(chosen: ChosenBlocks) -> ChosenForm:
     return ChosenForm(chosen.block, chosen.num_lists, int(blocks.shape[-1]), int(blocks.dtype.itemsize), counts)
 
 
-def _mask_reasons(cache: CacheState, mask: Any, q: Array) -> list[str]:
+def _mask_reasons(cache: CacheState, mask: ChosenBlocks | None, q: Array) -> list[str]:
     """Return why a mask cannot be used for queries [batch, num_heads, n, head_dim] of a cache."""
     if mask is None:
         return []

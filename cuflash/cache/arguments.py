@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -20,6 +20,8 @@ from ..planning.operands import operands_of
 from ..planning.problem import MAX_HEAD_DIM
 from .pages import Growth, Shortage
 
+Counts: TypeAlias = Sequence[int] | Array  # a number for each sequence, on the host or on the device
+
 PAGE_SIZE = 64
 _LARGEST_PAGE = 1024
 _PAGE_STEP = 16
@@ -32,14 +34,14 @@ def size_reasons(**sizes: int) -> list[str]:
     return [reason for reasons in checked for reason in reasons]
 
 
-def page_size_reasons(page_size: Any, name: str = "page_size") -> list[str]:
+def page_size_reasons(page_size: int | None, name: str = "page_size") -> list[str]:
     """Return why pages cannot have this size; `name` is the argument's name in messages."""
     if is_int(page_size) and 0 < page_size <= _LARGEST_PAGE and page_size % _PAGE_STEP == 0:
         return []
     return [f"{name} must be a multiple of {_PAGE_STEP}, at most {_LARGEST_PAGE}; got {describe(page_size)}"]
 
 
-def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
+def page_reasons(page_size: int | None, num_pages: int | None) -> list[str]:
     """Return why a cache cannot have this number of pages of this size."""
     reasons = page_size_reasons(page_size)
     if num_pages is None:
@@ -47,7 +49,7 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     return reasons + size_reasons(num_pages=num_pages)
 
 
-def bound_reasons(keeps_page_bounds: Any, is_paged: bool, dtype: DTypeLike) -> list[str]:
+def bound_reasons(keeps_page_bounds: bool, is_paged: bool, dtype: DTypeLike) -> list[str]:
     """Return why a cache of a dtype cannot keep the least and the greatest keys of its pages."""
     reasons = flag_reasons("keeps_page_bounds", keeps_page_bounds)
     if reasons or not keeps_page_bounds:
@@ -59,7 +61,7 @@ def bound_reasons(keeps_page_bounds: Any, is_paged: bool, dtype: DTypeLike) -> l
     return reasons
 
 
-def part_reasons(part_keys: Any, capacity: Any) -> list[str]:
+def part_reasons(part_keys: int | None, capacity: int) -> list[str]:
     """Return why the keys of a cache cannot be split at multiples of this number of positions."""
     if part_keys is None:
         return []
@@ -92,7 +94,7 @@ def dtype_of(dtype: DTypeLike, *, has_scales: bool = True) -> np.dtype[np.generi
     return known_dtype
 
 
-def numbers(name: str, value: Any, batch: int | None) -> list[int]:
+def numbers(name: str, value: Counts, batch: int | None) -> list[int]:
     """Return one int >= 0 per sequence, from a list or a host array, whose length may be any if `batch` is None.
 
     Raises
@@ -111,14 +113,14 @@ def numbers(name: str, value: Any, batch: int | None) -> list[int]:
     return [int(each) for each in listed]
 
 
-def listed_ints(value: Any) -> list[Any] | None:
+def listed_ints(value: Counts) -> list[int] | None:
     """Return the items of a list, tuple, range or 1-d NumPy integer array, or None for anything else."""
     if isinstance(value, np.ndarray):
         return value.tolist() if value.ndim == 1 and is_integer_dtype(value.dtype) else None
     return list(value) if isinstance(value, (list, tuple, range)) else None
 
 
-def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
+def sequence_reasons(name: str, value: int, batch: int) -> list[str]:
     """Return why a value is not the number of a sequence of a cache."""
     if is_int(value) and 0 <= value < batch:
         return []
@@ -128,7 +130,7 @@ def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
 def row_reasons(
     arrays: Mapping[str, Array],
     like: Array,
-    wanted: Mapping[str, tuple[Any, ...]],
+    wanted: Mapping[str, tuple[int | str, ...]],
     dtypes: Sequence[np.dtype[np.generic]] = (),
 ) -> list[str]:
     """Return why arrays do not fit a cache whose arrays are like `like`; a string in `wanted` stands for any extent.
@@ -168,7 +170,7 @@ def place_reasons(name: str, array: Array, like: Array) -> list[str]:
     return []
 
 
-def out_reasons(out: Any, shape: tuple[int, ...], like: Array, inputs: Mapping[str, Array]) -> list[str]:
+def out_reasons(out: Array | None, shape: tuple[int, ...], like: Array, inputs: Mapping[str, Array]) -> list[str]:
     """Return why results cannot be written to an array."""
     if out is None:
         return []
@@ -194,7 +196,7 @@ def overlap_reasons(name: str, array: Array, others: Mapping[str, Array]) -> lis
     ]
 
 
-def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
+def sink_reasons(sink: Array | None, q: Array, like: Array) -> list[str]:
     """Return why a sink does not fit queries [batch, num_heads, n, head_dim] and a cache with arrays like this one.
 
     Raises
@@ -229,7 +231,7 @@ def growth_reasons(new_lengths: list[int], lengths: list[int]) -> list[str]:
     ]
 
 
-def require_appended(news: Any, lengths: list[int], *, has_counts: bool) -> None:
+def require_appended(news: Counts, lengths: list[int], *, has_counts: bool) -> None:
     """Refuse queries whose keys were not appended: a sequence has more queries than tokens.
 
     Parameters
@@ -287,7 +289,7 @@ def shortage_reason(name: str, shortage: Shortage, num_pages: int) -> str:
     )
 
 
-def not_served(q: Array, kernel: Any, sink: Array | None) -> str:
+def not_served(q: Array, kernel: str, sink: Array | None) -> str:
     """Return the reason to refuse a call that no kernel supports on a cache that is counted on the device."""
     return (
         "q must be supported by the cache's kernels if the cache is counted on the device: float16 or bfloat16, "

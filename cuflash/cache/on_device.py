@@ -15,6 +15,7 @@ from ..layouts import kind_of
 from ..planning.appending import append_pass
 from ..planning.decoding import CacheLayout
 from ..planning.launches import Pass
+from .arguments import Counts
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
 from .steps import AppendStep, DecodeStep, Request, StepCall, Steps
@@ -46,7 +47,7 @@ class OnDevice:
         self._known_version = -1
         self._arrived_blocks = xp.zeros((batch,), np.int32)
         self._arrived_parts: dict[int, Array] = {}  # arrays of counters by their size
-        self._captured: list[Any] = []
+        self._captured: list[Array] = []
         self.steps = steps
 
     def put(self, lengths: list[int] | None, pages: OwnPages | PagePool) -> None:
@@ -73,7 +74,7 @@ class OnDevice:
             )
         to[...] = namespace(to).asarray(array)
 
-    def numbers(self, name: str, value: Any) -> Array | None:
+    def numbers(self, name: str, value: Counts | None) -> Array | None:
         """Return numbers per sequence in the form that kernels read, from a list of ints or an array on the device."""
         if value is None or not isinstance(value, list):
             return value
@@ -81,12 +82,12 @@ class OnDevice:
             raise UnsupportedProblem(f"{name} must be on the device inside a stream capture; got numbers on the host")
         return namespace(self.k).asarray(np.array(value, np.int32))
 
-    def truncate(self, lengths: Any) -> None:
+    def truncate(self, lengths: Counts) -> None:
         """Shorten sequences that are longer than `lengths`, a list of ints or an array on the device."""
         namespace(self.k).minimum(self.lengths, self.numbers("lengths", lengths), out=self.lengths)
 
     def append(
-        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, step_call: StepCall | None
+        self, k: Array, v: Array, counts: Counts | None, new_lengths: list[int] | None, step_call: StepCall | None
     ) -> None:
         """Launch the kernel that writes rows and adds to the lengths.
 
@@ -133,7 +134,7 @@ class OnDevice:
             self._arrived_parts[number] = namespace(self.k).zeros((number,), np.int32)
         return self._arrived_parts[number]
 
-    def decode(self, step_call: StepCall, request: Request, o: Array, lse: Array | None, counts: Any) -> None:
+    def decode(self, step_call: StepCall, request: Request, o: Array, lse: Array | None, counts: Counts | None) -> None:
         """Launch the decode kernel; lse is None if the caller does not need it."""
         step, addresses = step_call
         counts, stream = self.numbers("counts", counts), self.steps.current_stream()
@@ -177,12 +178,12 @@ def capture_reasons(what: str, pages: OwnPages | PagePool) -> list[str]:
     return [f"{what} must come before or after a stream capture: a replay neither allocates nor frees pages"]
 
 
-def is_on_device(value: Any) -> bool:
+def is_on_device(value: Counts) -> bool:
     """True if a value is an array on a device."""
     return is_array(value) and not isinstance(value, np.ndarray)
 
 
-def device_reasons(name: str, value: Any, batch: int, like: Array) -> list[str]:
+def device_reasons(name: str, value: Array, batch: int, like: Array) -> list[str]:
     """Return why an array on a device does not have one int32 per sequence."""
     is_right = namespace(value) is namespace(like) and tuple(value.shape) == (batch,) and value.dtype == np.int32
     if is_right and value.strides == (4,):

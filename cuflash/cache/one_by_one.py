@@ -200,7 +200,7 @@ def sink_of(sink: Array | None, sequence: int) -> Array | None:
     return sink[sequence if sink.shape[0] > 1 else 0]
 
 
-def results_without_keys(sink: Array | None, lse: Array) -> tuple[Any, Any]:
+def results_without_keys(sink: Array | None, lse: Array) -> tuple[Array | float, Array | float]:
     """Return o and lse of queries that attend no key: 0, and -inf or the sink; NaN if the sink is NaN or +inf."""
     if sink is None:
         return 0, -np.inf

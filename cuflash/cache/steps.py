@@ -45,14 +45,14 @@ class Request(NamedTuple):
     """The arguments of `KVCache.attention` on which kernels and their arrays depend: all except counts."""
 
     q: Array
-    out: Any
+    out: Array | None
     sink: Array | None
     options: RequestedOptions
     score: Score | None
     chosen: ChosenBlocks | None
 
     @property
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[Array]:
         """The arrays whose addresses the call's kernels take first: q, the sink, captured arrays and lists."""
         arrays = () if self.score is None else self.score.arrays.values()
         lists = () if self.chosen is None else _lists(self.chosen)
@@ -211,7 +211,7 @@ class Steps:
     def __reduce__(self) -> tuple[type[Steps], tuple[Array, Array]]:
         return Steps, (self.k, self.v)
 
-    def append(self, k: Array, v: Array) -> tuple[StepCall | None, Any, Any]:
+    def append(self, k: Array, v: Array) -> tuple[StepCall | None, Array, Array]:
         """Return a checked append for rows of this layout, or None, and k and v as arrays.
 
         If these are tensors, later tensors of the same layout use the same step.
@@ -232,7 +232,7 @@ class Steps:
         return step_call, request
 
     def _step_call(
-        self, key: Hashable, arrays: list[Array], other: Hashable = None, out: Any = None
+        self, key: Hashable, arrays: list[Array], other: Hashable = None, out: Array | None = None
     ) -> StepCall | None:
         """Return the step of a key if it accepts the arrays without a check; also cache it under the key `other`."""
         step = CALLS.get(key)
@@ -252,7 +252,7 @@ class Steps:
         """Cache the step for a request that has been checked."""
         return self._kept(decode_key(self, request), request.arrays, step, request.out)
 
-    def _kept(self, key: Hashable, arrays: list[Array], step: Step, out: Any = None) -> StepCall:
+    def _kept(self, key: Hashable, arrays: list[Array], step: Step, out: Array | None = None) -> StepCall:
         addresses = list(map(_address, arrays))
         if key is not None and step.takes(addresses if out is None else [*addresses, _address(out)], self._own):
             CALLS.put(key, step, self)
@@ -289,7 +289,7 @@ def _lists(chosen: ChosenBlocks) -> list[Array]:
     return [chosen.blocks] if chosen.counts is None else [chosen.blocks, chosen.counts]
 
 
-def lists_of(chosen: ChosenBlocks | None) -> dict[str, Any]:
+def lists_of(chosen: ChosenBlocks | None) -> dict[str, Array]:
     """Return lists [batch, heads, rows, entries] and their counts [batch, heads, rows] by their names in kernels.
 
     Axes along which all lists are shared have extent 1.
