@@ -473,7 +473,8 @@ def _widest_gap(lo: Array, hi: Array) -> int:
 
 
 def requested_mask(
-    mask: Any, causal: Any, window: Any, shape: MaskShape, where: Namespace | None = None
+    mask: Mask | Array | None, causal: bool | str, window: tuple[int | None, int | None] | None, shape: MaskShape,
+    where: Namespace | None = None,
 ) -> Mask:
     """Return the intersection of a call's mask, causal and window, resolved for a shape; `Band()` without any of them.
 

@@ -372,13 +372,13 @@ def _chosen_cells(blocks: Array, counts: Array | None, num_blocks: int) -> Array
     return chosen
 
 
-def chosen_masks(mask: Any) -> Iterator[ChosenBlocks]:
+def chosen_masks(mask: Mask | Array) -> Iterator[ChosenBlocks]:
     """Yield the `ChosenBlocks` among the parts of a mask; yield nothing for a value that is not a mask."""
     parts = held_masks(mask) if isinstance(mask, Mask) else ()
     return (part for part in parts if isinstance(part, ChosenBlocks))
 
 
-def _size(block: Any) -> int:
+def _size(block: int) -> int:
     """Return the number of keys per block as an int."""
     if isinstance(block, (tuple, list)) and len(block) == 2 and block[0] == 1:
         raise UnsupportedProblem(f"block must be an int of at least 1; got {describe(block)}: write block={block[1]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class Placed(Mask):
     """A resolved mask of a larger call at the queries and keys of a part of it."""
 
     mask: Mask
-    places: Any  # Places
+    places: Places
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         return elements(self.mask, *self.places.coordinates(b, h, i, j))

@@ -353,7 +353,7 @@ def require_results(example: Example, results: Mapping[str, Array], others: Mapp
         raise TypeError("; ".join(reasons))
 
 
-def as_pair(results: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
+def as_pair(results: Sequence[Array], example: Example) -> tuple[np.ndarray, np.ndarray]:
     """Return o and lse of a function under test as NumPy arrays with the example's shapes; see `as_results`."""
     __tracebackhide__ = True
     problem = example.problem
@@ -361,7 +361,7 @@ def as_pair(results: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
     return o, lse
 
 
-def as_results(results: Any, shapes: Mapping[str, Sequence[int]], example: Example) -> list[np.ndarray]:
+def as_results(results: Sequence[Array], shapes: Mapping[str, Sequence[int]], example: Example) -> list[np.ndarray]:
     """Convert the results of a function under test to NumPy arrays, after a check of their number, shapes and dtypes.
 
     Raises
@@ -381,7 +381,7 @@ def as_results(results: Any, shapes: Mapping[str, Sequence[int]], example: Examp
     raise TypeError(f"the function under test must return ({', '.join(shapes)}); got {described}")
 
 
-def _describe_result(result: Any) -> str:
+def _describe_result(result: Array) -> str:
     return f"one array of shape {tuple(result.shape)}" if hasattr(result, "shape") else describe(result)
 
 

@@ -383,7 +383,7 @@ def structures(
     return _structures(limits)
 
 
-def _dtype_reasons(argument: str, dtypes: Any) -> list[str]:
+def _dtype_reasons(argument: str, dtypes: Sequence[str]) -> list[str]:
     names = dtypes if isinstance(dtypes, (tuple, list)) else ()
     if names and all(isinstance(name, str) and name in DTYPE_NAMES for name in names):
         return []
@@ -405,7 +405,7 @@ def _dtype_name(value: Any) -> str:
         return ""
 
 
-def _batch_reasons(batch: Any) -> list[str]:
+def _batch_reasons(batch: Sequence[tuple[int, ...]] | None) -> list[str]:
     axes = batch if isinstance(batch, (tuple, list)) else (None,)
     known = all(isinstance(each, tuple) and all(is_int(extent) and extent >= 0 for extent in each) for each in axes)
     if batch is None or (axes and known):
@@ -414,7 +414,7 @@ def _batch_reasons(batch: Any) -> list[str]:
     return [f"{rule}; got {describe(batch)}: use [(2,)], for example"]
 
 
-def _layout_reasons(layouts: Any) -> list[str]:
+def _layout_reasons(layouts: Sequence[str]) -> list[str]:
     if isinstance(layouts, (tuple, list)) and layouts and set(layouts) <= set(LAYOUTS):
         return []
     return [f"layouts must be a sequence of names among {', '.join(LAYOUTS)}; got {describe(layouts)}"]
