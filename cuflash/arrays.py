@@ -242,11 +242,11 @@ def int_reasons(least: int, most: int | None = None, **values: int) -> list[str]
     if most is not None:
         is_long = most >= 2**31 - 1 and not most & most + 1
         rule = f"from {least} to {f'2**{most.bit_length()} - 1' if is_long else most}"
-    return [
-        f"{name} must be an int {rule}; got {describe(value)}"
-        for name, value in values.items()
-        if not (is_int(value) and least <= value and (most is None or value <= most))
-    ]
+    reasons = []
+    for name, value in values.items():
+        if not (is_int(value) and least <= value and (most is None or value <= most)):
+            reasons.append(f"{name} must be an int {rule}; got {describe(value)}")
+    return reasons
 
 
 def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[np.generic]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -17,22 +17,18 @@ from ..masks.coordinates import LeadingArray
 from ..masks.shape import MaskShape
 from .classify import BlockKind
 
-if TYPE_CHECKING:
-    from .index import BlockIndex
-    from .work_list import ListedWork
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class IndexMask(Mask):
     """A block index as a mask."""
 
-    index: BlockIndex
+    index: Any
 
     def __repr__(self) -> str:
         return f"{' '.join(repr(self.index).split())}.as_mask()"
 
     @cached_property
-    def works(self) -> dict[tuple[int, int], ListedWork]:
+    def works(self) -> dict[tuple[int, int], Any]:
         """The work lists of the mask by block size; plans with this mask share them and their device copies."""
         return {}
 
@@ -70,7 +66,7 @@ class IndexMask(Mask):
         index = self.index
         if not index.is_on_host:
             return (index.lo, index.hi) if "is_of_rows" in vars(index) else None
-        if index.lo is None or index.hi is None or not len(index.indices) or (index.kinds == BlockKind.BITS).any():
+        if index.lo is None or not len(index.indices) or (index.kinds == BlockKind.BITS).any():
             return None
         lo, hi, (block_q, block_kv) = index.lo, index.hi, index.block
         if (lo[..., 1:] < lo[..., :-1]).any() or (hi[..., 1:] < hi[..., :-1]).any():
@@ -94,7 +90,8 @@ class IndexMask(Mask):
 
     @property
     def _natural_block(self) -> tuple[int, int]:
-        return self.index.block
+        block_q, block_kv = self.index.block
+        return block_q, block_kv
 
     @property
     def _own_lengths(self) -> tuple[int | None, int | None]:
@@ -152,7 +149,7 @@ class IndexMask(Mask):
         return namespace(entry).minimum(entry, max(capacity - 1, 0)), entry < capacity
 
 
-def chosen_lists(index: BlockIndex) -> Array:
+def chosen_lists(index: Any) -> Array:
     """Return the block lists of a host index with full blocks of one query, int32 [..., heads, seqlen_q, n].
 
     Raises

@@ -442,7 +442,7 @@ def work_list(mask: Mask, shape: MaskShape, tile: tuple[int, int], *, is_ordered
 
 def _work_of_index(mask: IndexMask, block: tuple[int, int]) -> ListedWork:
     """Return the work of an index at a block size; built once for all plans with the mask."""
-    work = mask.works.get(block)
+    work: ListedWork | None = mask.works.get(block)
     if work is None:
         index = mask.index
         if index.block != block:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..arrays import Array, Namespace, is_array, namespace
 from ..errors import UnsupportedProblem, refuse
 from .shape import MaskShape, broadcasts_to
-
-if TYPE_CHECKING:
-    from .base import Mask
 
 UNBOUNDED = 1 << 62  # beyond any key; adding or subtracting a coordinate does not overflow int64
 
@@ -48,7 +45,7 @@ def note_call(error: Exception, who: str, *coordinates: Array) -> None:
         error.add_note(f"Raised in {who}, which was called with integer arrays of the shapes {shapes}.")
 
 
-def share_allowed(mask: Mask, shape: MaskShape, xp: Namespace) -> float:
+def share_allowed(mask: Any, shape: MaskShape, xp: Namespace) -> float:
     """Return the fraction of all (query, key) pairs that a resolved mask allows, counted in steps of bounded memory."""
     extents, has_intervals = (shape.num_batch, *shape[1:]), mask._has_intervals
     b, h, j = xp.arange(extents[0])[:, None, None, None], xp.arange(extents[1])[:, None, None], xp.arange(extents[3])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arrays import Array, namespace, whole_number
-from ..errors import UnsupportedProblem, refuse
+from ..arrays import Array, describe, namespace, whole_number
+from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
-from ..scores.library import alignment_reasons
 from .base import And, Band, Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, clipped, of_batch, per_batch, widened
 from .fields import KEYS, convert_sides, converted_length, take_arrays
@@ -36,7 +35,9 @@ class _Aligned(Mask):
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        refuse(alignment_reasons(self.align))
+        align = self.align
+        if align is not None and not (isinstance(align, str) and align in ("bottom_right", "top_left")):
+            raise UnsupportedProblem(f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}")
 
 
 def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:

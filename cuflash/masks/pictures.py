@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from html import escape
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from .content import mask_namespace
 from .coordinates import elements
 from .shape import BlockSize, MaskShape, block_pair
 
-if TYPE_CHECKING:
-    from .base import Mask
-
 SYMBOLS = "·█▒"  # the symbols of absent, full and partial blocks
 COLOURS = ("#ffffff", "#1f4e79", "#9dc3e6")
 MEANINGS = ("absent", "full", "partial")
@@ -28,7 +25,7 @@ _CELLS = 64  # maximum number of cells along the longer side of an SVG
 
 
 def shown_states(
-    mask: Mask, shape: MaskShape, block: BlockSize, b: int, h: int, *, most_cols: int, most_rows: int | None = None
+    mask: Any, shape: MaskShape, block: BlockSize, b: int, h: int, *, most_cols: int, most_rows: int | None = None
 ) -> tuple[Array, tuple[int, int]]:
     """Return the states of one matrix of a mask, and their block size: a multiple of `block` within the size limits.
 
@@ -60,7 +57,7 @@ def place_reasons(b: int, h: int, num_batch: int, num_heads: int) -> list[str]:
     ]
 
 
-def states_of(mask: Mask, shape: MaskShape, block: tuple[int, int], b: int, h: int) -> Array:
+def states_of(mask: Any, shape: MaskShape, block: tuple[int, int], b: int, h: int) -> Array:
     """Return the states of one matrix of a resolved mask, uint8 [num_q_blocks, num_kv_blocks]; wait for the device.
 
     Closed forms decide most blocks, and the elements at a block's four corners most others. All elements of the
@@ -112,7 +109,7 @@ def as_text(states: Array) -> str:
     return "\n".join("".join(SYMBOLS[state] for state in row) for row in states.tolist())
 
 
-def as_html(mask: Mask, own: tuple[int | None, int | None]) -> str:
+def as_html(mask: Any, own: tuple[int | None, int | None]) -> str:
     """Return a mask's repr and its picture at its own lengths, or at 32 tokens if it has none."""
     seqlen_q, seqlen_kv = (length or other or 32 for length, other in zip(own, own[::-1]))
     described = f"<pre>{escape(repr(mask))}</pre>"

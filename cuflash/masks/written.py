@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..arrays import is_array, is_sparse
 from .coordinates import LeadingArray
 
-if TYPE_CHECKING:
-    from .base import Mask
-
 _MOST_LISTED = 8  # larger arrays are shown by shape and dtype
 
 
-def written(mask: Mask) -> str:
+def written(mask: Any) -> str:
     """Format a mask as a call of its class: fields without a default by position, others by name if they differ."""
     arguments = []
     for field in fields(mask):
