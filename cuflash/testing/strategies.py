@@ -35,7 +35,6 @@ from .mask_strategies import masks, shared
 from .memory_layouts import LAYOUTS, laid_out
 from .source_text import source_text
 
-
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES)
 HEAD_DIMS = (1, 2, 3, 7, 8, 16, 17, 32, 40, 59, 64, 80, 96, 111, 128, 256)
 PRIMES = (1, 2, 3, 5, 7, 13, 31, 61, 127)
@@ -244,7 +243,10 @@ class Structure:
             arrays = self.score.arrays(self.mask_shape, self.seed, accumulator_dtype(dtype))
             score = Score(self.score, **arrays)
         return Example(
-            **operands,
+            q=operands["q"],
+            k=operands["k"],
+            v=operands["v"],
+            do=operands["do"],
             dlse=dlse,
             sink=None if sink is None else np.asarray(sink).astype(self.sink_dtype),
             mask=self.mask,
