@@ -14,56 +14,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the module of each public name; at run time `__getattr__` imports it at first use
     from . import masks as masks, patterns as patterns, reference as reference, scores as scores
     from . import selectors as selectors, study as study
-    from .api import attention, attention_hvp, attention_jvp, attention_vjp, plan, precompile
-    from .arrays import ShapeDtype
-    from .blocks.index import BlockIndex
-    from .bounds import error_bound
-    from .cache import KVCache
-    from .compiler.host_cache import cache_clear
-    from .compiler.nvrtc import cache_info
-    from .dropout import Dropout
-    from .errors import UnsupportedProblem
-    from .fp8 import Rotation
-    from .fp8.quantize import Quantized, quantize
-    from .merging import merge, merge_vjp
-    from .packing import pack, unpack
-    from .planning.device import DeviceSpec
-    from .plans import Plan, Gradients
+    from .api import attention as attention, attention_hvp as attention_hvp, attention_jvp as attention_jvp
+    from .api import attention_vjp as attention_vjp, plan as plan, precompile as precompile
+    from .arrays import ShapeDtype as ShapeDtype
+    from .blocks.index import BlockIndex as BlockIndex
+    from .bounds import error_bound as error_bound
+    from .cache import KVCache as KVCache
+    from .compiler.host_cache import cache_clear as cache_clear
+    from .compiler.nvrtc import cache_info as cache_info
+    from .dropout import Dropout as Dropout
+    from .errors import UnsupportedProblem as UnsupportedProblem
+    from .fp8 import Rotation as Rotation
+    from .fp8.quantize import Quantized as Quantized, quantize as quantize
+    from .merging import merge as merge, merge_vjp as merge_vjp
+    from .packing import pack as pack, unpack as unpack
+    from .planning.device import DeviceSpec as DeviceSpec
+    from .plans import Gradients as Gradients, Plan as Plan
 
     __version__: str
-
-__all__ = [
-    "BlockIndex",
-    "DeviceSpec",
-    "Dropout",
-    "Gradients",
-    "KVCache",
-    "Plan",
-    "Quantized",
-    "Rotation",
-    "ShapeDtype",
-    "UnsupportedProblem",
-    "attention",
-    "attention_hvp",
-    "attention_jvp",
-    "attention_vjp",
-    "cache_clear",
-    "cache_info",
-    "error_bound",
-    "masks",
-    "merge",
-    "merge_vjp",
-    "pack",
-    "patterns",
-    "plan",
-    "precompile",
-    "quantize",
-    "reference",
-    "scores",
-    "selectors",
-    "study",
-    "unpack",
-]
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():  # the call caches need the GIL; no test has run without it
     raise ImportError("cuflash needs the global interpreter lock, which is disabled: set PYTHON_GIL=1")
@@ -95,8 +63,8 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 _one_import = RLock()  # threads that import modules of one package concurrently may see a partly imported one
 
-
 if not TYPE_CHECKING:  # otherwise a type checker would accept every name
+    __all__ = sorted(_MODULE_OF)
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
@@ -117,4 +85,4 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted([*_MODULE_OF, "__version__"])

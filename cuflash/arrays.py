@@ -172,12 +172,12 @@ def to_host(array: Array) -> Array:
     return array if namespace(array) is np else array.get()
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """True if a value is an integer of Python or NumPy, but not a bool or a NumPy timedelta."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """True if a value is a real number of Python or NumPy."""
     return is_int(value) or isinstance(value, (float, np.floating))
 
@@ -231,7 +231,24 @@ def whole_number(name: str, value: Any, least: int | None = None, meaning: str =
         return int(value)
     at_least = "" if least is None else f" of at least {least}"
     rule = f"{name} must be an int{at_least}{meaning and f' ({meaning})'}"
-    raise UnsupportedProblem([f"{rule}; got {describe(value)}{fix and f': {fix}'}"])
+    raise UnsupportedProblem(f"{rule}; got {describe(value)}{fix and f': {fix}'}")
+
+
+def int_reasons(least: int, most: int | None = None, **values: int) -> list[str]:
+    """Return the reasons why values, by the names of their arguments, are not ints from `least` to `most`.
+
+    >>> int_reasons(0, 2**31 - 1, n=-1)
+    ['n must be an int from 0 to 2**31 - 1; got -1']
+    """
+    rule = f"of at least {least}"
+    if most is not None:
+        is_long = most >= 2**31 - 1 and not most & most + 1
+        rule = f"from {least} to {f'2**{most.bit_length()} - 1' if is_long else most}"
+    reasons = []
+    for name, value in values.items():
+        if not (is_int(value) and least <= value and (most is None or value <= most)):
+            reasons.append(f"{name} must be an int {rule}; got {describe(value)}")
+    return reasons
 
 
 def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[np.generic]:
@@ -250,8 +267,8 @@ def as_dtype(name: str, dtype: DTypeLike | None) -> np.dtype[np.generic]:
         written = str(dtype) if type(dtype).__module__ == "torch" else describe(dtype)  # such as torch.float32
         like = written.rpartition(".")[2] if written.startswith("torch.") else "float32"
         reason = f'{name} must be a NumPy dtype or its name; got {written}: write {name}="{like}"'
-        raise UnsupportedProblem([reason]) from error
-    raise UnsupportedProblem([f'{name} must be a NumPy dtype or its name; got None: write {name}="float32"'])
+        raise UnsupportedProblem(reason) from error
+    raise UnsupportedProblem(f'{name} must be a NumPy dtype or its name; got None: write {name}="float32"')
 
 
 def of_list(name: str, value: Any, dtype: DTypeLike | None = None) -> Any:
@@ -279,7 +296,7 @@ def of_list(name: str, value: Any, dtype: DTypeLike | None = None) -> Any:
     array([50, 37])
     """
     if is_ragged(value):
-        raise UnsupportedProblem([_unequal_lengths(name, value)])
+        raise UnsupportedProblem(_unequal_lengths(name, value))
     if not is_list(value):
         return value
     first = _first_item(value)
@@ -288,7 +305,7 @@ def of_list(name: str, value: Any, dtype: DTypeLike | None = None) -> Any:
     try:
         array = np.asarray(value)
     except ValueError as error:  # NumPy's error for lists of unequal lengths
-        raise UnsupportedProblem([_unequal_lengths(name, value)]) from error
+        raise UnsupportedProblem(_unequal_lengths(name, value)) from error
     if array.dtype.kind in "OSU" or array.dtype != bool and _holds_flags(value):
         return value
     wanted = array.dtype if dtype is None else np.dtype(dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import threadpoolctl
@@ -81,83 +81,92 @@ def doctor() -> Report:
     return Report(findings=tuple(_run_check(subject, check) for subject, check in _CHECKS.items()))
 
 
-def _run_check(subject: str, check: Callable[[str], Finding]) -> Finding:
+def _run_check(subject: str, check: Callable[[], _State]) -> Finding:
     try:
-        return check(subject)
+        state = check()
     except Exception as error:  # the report must not fail if the machine is broken
-        detail = f"could not be examined: {type(error).__name__}: {error}"
-        return Finding(subject=subject, status="unknown", detail=detail)
+        state = _State(f"could not be examined: {type(error).__name__}: {error}", status="unknown")
+    return Finding(subject=subject, **state._asdict())
 
 
-def _cuflash(subject: str) -> Finding:
+class _State(NamedTuple):
+    """The result of a check: a finding without its subject."""
+
+    detail: str
+    advice: str = ""
+    status: Literal["ok", "missing", "unknown"] = "ok"
+
+
+def _missing(detail: str, advice: str = "") -> _State:
+    return _State(detail, advice, "missing")
+
+
+def _cuflash() -> _State:
     place = Path(__file__).parent
     try:
-        return Finding(subject=subject, detail=f"{metadata.version('cuflash')} in {place}")
+        return _State(f"{metadata.version('cuflash')} in {place}")
     except metadata.PackageNotFoundError:
-        return Finding(subject=subject, detail=f"not installed, runs from {place}")
+        return _State(f"not installed, runs from {place}")
 
 
-def _python(subject: str) -> Finding:
+def _python() -> _State:
     system = platform.system(), platform.machine()
     advice = f"tests have run on Linux on x86-64; on {' '.join(system)} the cpu executor should work"
-    detail = f"{platform.python_version()}, {sys.executable}"
-    return Finding(subject=subject, detail=detail, advice="" if system == _TESTED_SYSTEM else advice)
+    return _State(f"{platform.python_version()}, {sys.executable}", "" if system == _TESTED_SYSTEM else advice)
 
 
-def _numpy(subject: str) -> Finding:
+def _numpy() -> _State:
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     names = {f"{pool['internal_api']} {pool['version']}, {pool['num_threads']} threads" for pool in pools}
     if not names:
         names = {np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]}
-    return Finding(subject=subject, detail=f"{np.__version__}, BLAS: {'; '.join(sorted(names))}")
+    return _State(f"{np.__version__}, BLAS: {'; '.join(sorted(names))}")
 
 
-def _cores(subject: str) -> Finding:
-    return Finding(subject=subject, detail=f"{DeviceSpec.host().num_processors} of {os.cpu_count()} for this process")
+def _cores() -> _State:
+    return _State(f"{DeviceSpec.host().num_processors} of {os.cpu_count()} for this process")
 
 
-def _executor_cpu(subject: str) -> Finding:
-    return Finding(subject=subject, detail="NumPy arrays")
+def _executor_cpu() -> _State:
+    return _State("NumPy arrays")
 
 
-def _executor_sim(subject: str) -> Finding:
-    return _depending_on(subject, "NumPy arrays, on simulated thread blocks, for tests", _compiler("C++ compiler"))
+def _executor_sim() -> _State:
+    return _depending_on("NumPy arrays, on simulated thread blocks, for tests", "C++ compiler")
 
 
-def _executor_gpu(subject: str) -> Finding:
-    needed = _driver("NVIDIA driver"), _gpus("GPUs"), _nvrtc("NVRTC"), _cupy("CuPy")
-    return _depending_on(subject, "CuPy arrays, and arrays of other libraries by DLPack", *needed)
+def _executor_gpu() -> _State:
+    needed = "NVIDIA driver", "GPUs", "NVRTC", "CuPy"
+    return _depending_on("CuPy arrays, and arrays of other libraries by DLPack", *needed)
 
 
-def _depending_on(subject: str, detail: str, *needed: Finding) -> Finding:
-    missing = [finding.subject for finding in needed if finding.status == "missing"]
-    if not missing:
-        return Finding(subject=subject, detail=detail)
-    advice = "use executor='cpu', or see below"
-    return Finding(subject=subject, status="missing", detail=f"needs {', '.join(missing)}", advice=advice)
+def _depending_on(detail: str, *needed: str) -> _State:
+    missing = [subject for subject in needed if _CHECKS[subject]().status == "missing"]
+    if missing:
+        return _missing(f"needs {', '.join(missing)}", "use executor='cpu', or see below")
+    return _State(detail)
 
 
-def _compiler(subject: str) -> Finding:
+def _compiler() -> _State:
     path = shutil.which("g++")
     advice = "only the sim executor and JAX on a GPU use it: apt install g++"
     if path is None:
-        return Finding(subject=subject, status="missing", detail="no g++ on PATH", advice=advice)
+        return _missing("no g++ on PATH", advice)
     run = _run([path, "--version"], 10)
     if run.returncode != 0:
-        detail = f"{path} --version ends with status {run.returncode}"
-        return Finding(subject=subject, status="missing", detail=detail, advice=advice)
-    return Finding(subject=subject, detail=f"{path}, {run.stdout.partition(chr(10))[0]}")
+        return _missing(f"{path} --version ends with status {run.returncode}", advice)
+    return _State(f"{path}, {run.stdout.partition(chr(10))[0]}")
 
 
-def _jax(subject: str) -> Finding:
+def _jax() -> _State:
     """Report how kernels are launched for JAX, without importing it."""
     if find_spec("jax") is None:
-        return Finding(subject=subject, detail="not installed; only cuflash.jax needs it")
+        return _State("not installed; only cuflash.jax needs it")
     version = metadata.version("jax")
-    if _compiler("C++ compiler").status != "ok":
+    if _compiler().status != "ok":
         advice = "XLA launches kernels without Python, which takes less time, if there is a compiler: apt install g++"
-        return Finding(subject=subject, detail=f"{version}; on a GPU, XLA calls Python for each pass", advice=advice)
-    return Finding(subject=subject, detail=f"{version}; on a GPU, XLA launches kernels without Python")
+        return _State(f"{version}; on a GPU, XLA calls Python for each pass", advice)
+    return _State(f"{version}; on a GPU, XLA launches kernels without Python")
 
 
 def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
@@ -168,75 +177,72 @@ def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def _driver(subject: str) -> Finding:
+def _driver() -> _State:
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     version = ctypes.c_int()
     try:
         code = ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version))
     except OSError:
-        return Finding(subject=subject, status="missing", detail=f"no {name}", advice="fine without an NVIDIA GPU")
+        return _missing(f"no {name}", "fine without an NVIDIA GPU")
     if code != 0:
-        return Finding(subject=subject, status="unknown", detail=f"cuDriverGetVersion returns error {code}")
+        return _State(f"cuDriverGetVersion returns error {code}", status="unknown")
     major, minor = version.value // 1000, version.value % 1000 // 10
     if (major, minor) < _OLDEST_DRIVER:
-        detail = f"only for CUDA {major}.{minor}"
-        advice = "update the driver to one for CUDA 12 or newer"
-        return Finding(subject=subject, status="missing", detail=detail, advice=advice)
-    return Finding(subject=subject, detail=f"for CUDA {major}.{minor} and older")
+        return _missing(f"only for CUDA {major}.{minor}", "update the driver to one for CUDA 12 or newer")
+    return _State(f"for CUDA {major}.{minor} and older")
 
 
-def _gpus(subject: str) -> Finding:
+def _gpus() -> _State:
     """Report the GPUs that nvidia-smi lists, since a call of the driver would start CUDA, which breaks later forks."""
     path = shutil.which("nvidia-smi")
     if path is None:
-        return Finding(subject=subject, status="missing", detail="no nvidia-smi", advice="fine without an NVIDIA GPU")
+        return _missing("no nvidia-smi", "fine without an NVIDIA GPU")
     command = [path, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
     run = _run(command, 30)
     if run.returncode != 0:
         first_line = (run.stdout + run.stderr).strip().partition("\n")[0]
-        detail = first_line or f"{path} ends with status {run.returncode} and prints nothing"
-        return Finding(subject=subject, status="missing", detail=detail)
+        return _missing(first_line or f"{path} ends with status {run.returncode} and prints nothing")
     chips = [line.rpartition(", ") for line in run.stdout.strip().splitlines()]
     others = sorted({cap for *_, cap in chips} - {_TESTED})
     of_others = f"kernels for {', '.join(others)} were compiled and simulated"
     advice = f"tests have run on compute capability {_TESTED}; {of_others}"
     detail = "; ".join(f"{name}, sm_{cap.replace('.', '')}" for name, _, cap in chips)
-    return Finding(subject=subject, detail=detail, advice=advice if others else "")
+    return _State(detail, advice if others else "")
 
 
-def _nvrtc(subject: str) -> Finding:
+def _nvrtc() -> _State:
     try:
         major, minor = nvrtc_version()
     except RuntimeError as error:
         what, _, how = str(error).rpartition(": ")
-        return Finding(subject=subject, status="missing", detail=what, advice=f"only for a GPU: {how}")
-    return Finding(subject=subject, detail=f"{major}.{minor}")
+        return _missing(what, f"only for a GPU: {how}")
+    return _State(f"{major}.{minor}")
 
 
-def _kernel_cache(subject: str) -> Finding:
+def _kernel_cache() -> _State:
     try:
         info = cache_info()
     except RuntimeError as error:
         what, _, how = str(error).rpartition(": ")
-        return Finding(subject=subject, status="missing", detail=what, advice=how)
+        return _missing(what, how)
     if info.folder is None:
-        return Finding(subject=subject, detail="in memory, as set by CUPY_CACHE_IN_MEMORY")
+        return _State("in memory, as set by CUPY_CACHE_IN_MEMORY")
     detail = f"{info.folder}, {info.entries} kernels, {info.nbytes} bytes"
     place = _nearest(info.folder)
     if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
-        return Finding(subject=subject, detail=detail)
+        return _State(detail)
     advice = "each process compiles its kernels again: set CUPY_CACHE_DIR to a folder of your own"
-    return Finding(subject=subject, status="missing", detail=f"{place} cannot be written", advice=advice)
+    return _missing(f"{place} cannot be written", advice)
 
 
-def _simulator_cache(subject: str) -> Finding:
+def _simulator_cache() -> _State:
     cache = host_cache.host_cache()
     place = _nearest(cache.folder)
     fault = host_cache.fault(place) if place == cache.folder else ""
     if cache.folder.is_absolute() and place.is_dir() and os.access(place, os.W_OK | os.X_OK) and not fault:
-        return Finding(subject=subject, detail=str(cache))
+        return _State(str(cache))
     advice = "each process compiles its simulated kernels again: set CUFLASH_CACHE_DIR to a folder of your own"
-    return Finding(subject=subject, status="missing", detail=fault or f"{cache.folder} cannot be made", advice=advice)
+    return _missing(fault or f"{cache.folder} cannot be made", advice)
 
 
 def _nearest(folder: Path) -> Path:
@@ -244,20 +250,15 @@ def _nearest(folder: Path) -> Path:
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
-def _cupy(subject: str) -> Finding:
+def _cupy() -> _State:
     versions = {name: _version(name) for name in _CUPY}
     installed = [f"{name} {version}" for name, version in versions.items() if version]
     if len(installed) > 1:
-        detail = f"{' and '.join(installed)} overwrite each other"
-        return Finding(subject=subject, status="missing", detail=detail, advice="uninstall all, install one")
+        return _missing(f"{' and '.join(installed)} overwrite each other", "uninstall all, install one")
     if installed:
-        return Finding(subject=subject, detail=installed[0])
-    return Finding(
-        subject=subject,
-        status="missing",
-        detail="not installed",
-        advice="only for a GPU: pip install '.[cuda13]' in a clone, or '.[cuda12]' for a driver older than CUDA 13",
-    )
+        return _State(installed[0])
+    advice = "only for a GPU: pip install '.[cuda13]' in a clone, or '.[cuda12]' for a driver older than CUDA 13"
+    return _missing("not installed", advice)
 
 
 def _version(name: str) -> str | None:
@@ -267,7 +268,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[], _State]] = {
     "cuflash": _cuflash,
     "Python": _python,
     "NumPy": _numpy,

@@ -18,7 +18,7 @@ class UnsupportedProblem(ValueError):
 
     Parameters
     ----------
-    reasons : sequence of str
+    reasons : str or iterable of str
         One sentence each: the argument, the rule, the value that was passed, and what would work.
 
     Examples
@@ -32,8 +32,8 @@ class UnsupportedProblem(ValueError):
     - scale must be finite; got inf
     """
 
-    def __init__(self, reasons: Iterable[str]) -> None:
-        self.reasons = tuple(reasons)
+    def __init__(self, reasons: str | Iterable[str]) -> None:
+        self.reasons = (reasons,) if isinstance(reasons, str) else tuple(reasons)
         super().__init__(self.reasons)
 
     def __str__(self) -> str:

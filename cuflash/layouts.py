@@ -128,14 +128,12 @@ def is_on_cuda(name: str, value: Any) -> bool:
         kind = int(value.__dlpack_device__()[0])
     except Exception as error:  # the code of the other library may raise any error
         raise UnsupportedProblem(
-            [f"{name} must report its device; got {kind_of(value)} ({_message(error)}): copy it to the CPU"]
+            f"{name} must report its device; got {kind_of(value)} ({_message(error)}): copy it to the CPU"
         ) from error
     if kind not in _ON_DEVICE and kind not in _ON_HOST:
         raise UnsupportedProblem(
-            [
-                f"{name} must be on a CUDA device or the CPU; got DLPack device type {kind} of {kind_of(value)}: copy "
-                f"it to either"
-            ]
+            f"{name} must be on a CUDA device or the CPU; got DLPack device type {kind} of {kind_of(value)}: copy "
+            f"it to either"
         )
     return kind in _ON_DEVICE
 
@@ -157,10 +155,8 @@ def taken(name: str, value: Any, xp: Any) -> Array:
         raise
     except Exception as error:  # the code of the other library may raise any error
         raise UnsupportedProblem(
-            [
-                f"{name} must be an array that {xp.__name__}.from_dlpack accepts; got {kind_of(value)} "
-                f"({_message(error)}): copy it with {xp.__name__}.asarray"
-            ]
+            f"{name} must be an array that {xp.__name__}.from_dlpack accepts; got {kind_of(value)} "
+            f"({_message(error)}): copy it with {xp.__name__}.asarray"
         ) from error
 
 
@@ -227,10 +223,8 @@ def taken_on_cuda(name: str, value: Any) -> Array:
         import cupy
     except ImportError as error:
         raise UnsupportedProblem(
-            [
-                f"{name}, a {kind_of(value)}, is on a CUDA device, which needs CuPy ({error}): install CuPy, or copy "
-                f"it to the CPU"
-            ]
+            f"{name}, a {kind_of(value)}, is on a CUDA device, which needs CuPy ({error}): install CuPy, or copy "
+            f"it to the CPU"
         ) from error
     return taken(name, value, cupy)
 

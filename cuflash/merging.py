@@ -271,7 +271,7 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
                 raise TypeError(f"{name}[{number}] must be an array; got {describe(part)}")
     if not outs or len(outs) != len(lses):
         raise UnsupportedProblem(
-            [f"outs and lses must have the same number of parts, at least one; got {len(outs)} and {len(lses)}"]
+            f"outs and lses must have the same number of parts, at least one; got {len(outs)} and {len(lses)}"
         )
     reasons = []
     spaces = {namespace(part).__name__ for part in (*outs, *lses)}

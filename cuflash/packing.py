@@ -129,7 +129,7 @@ def _as_sequences(arrays: Any) -> list[Array]:
     if not isinstance(arrays, (list, tuple)):
         raise TypeError(f"arrays must be a list of arrays, one for each sequence; got {describe(arrays)}")
     if not arrays:
-        raise UnsupportedProblem(["arrays must hold at least one sequence, which may be empty; got none"])
+        raise UnsupportedProblem("arrays must hold at least one sequence, which may be empty; got none")
     named = {f"arrays[{n}]": array for n, array in enumerate(arrays)}
     converted = as_arrays(named, dict.fromkeys(named, np.float64))
     require_arrays(converted)

@@ -12,11 +12,10 @@ array([[1, 0, 0, 0],
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from .arrays import Array, describe, flag_reasons, is_int, is_number, whole_number
+from .arrays import Array, describe, flag_reasons, int_reasons, is_int, is_number, whole_number
 from .dropout import Rng, generator_of
 from .errors import UnsupportedProblem, collecting, refuse
 from .keywords import explains_keywords
@@ -25,7 +24,7 @@ from .masks.block_pattern import BlockPattern
 from .masks.coordinates import UNBOUNDED, Intervals, widened
 from .masks.diagonal import Causal, Dilated, SlidingWindow
 from .masks.lengths import Lengths
-from .masks.shape import MAX_SEQLEN, block_pair, count_reasons
+from .masks.shape import MAX_SEQLEN, BlockSize, block_pair, count_reasons
 
 __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
 
@@ -35,7 +34,9 @@ def __dir__() -> list[str]:
 
 
 @explains_keywords
-def butterfly(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128, max_stride: int | None = None) -> Mask:
+def butterfly(
+    seqlen_q: int, seqlen_kv: int | None = None, *, block: BlockSize = 128, max_stride: int | None = None
+) -> Mask:
     """Return the flat block butterfly: block row I keeps block I and the blocks whose number differs in one bit.
 
     Parameters
@@ -87,7 +88,7 @@ def bigbird(
     seqlen_q: int,
     seqlen_kv: int | None = None,
     *,
-    block: Any = 128,
+    block: BlockSize = 128,
     num_window_blocks: int = 3,
     num_global_blocks: int = 1,
     num_random_blocks: int = 3,
@@ -142,7 +143,7 @@ def bigbird(
     )
     if num_window % 2 == 0:
         raise UnsupportedProblem(
-            [f"num_window_blocks must be odd, so that the window is centered on the diagonal; got {num_window}"]
+            f"num_window_blocks must be odd, so that the window is centered on the diagonal; got {num_window}"
         )
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     row, col = np.ogrid[: grid[0], : grid[1]]
@@ -159,7 +160,7 @@ def random(
     seqlen_q: int,
     seqlen_kv: int | None = None,
     *,
-    block: Any = 128,
+    block: BlockSize = 128,
     density: float,
     num_heads: int = 1,
     seed: int = 0,
@@ -202,7 +203,7 @@ def random(
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     if not (is_number(density) and 0 <= density <= 1):
-        raise UnsupportedProblem([f"density must be a number from 0 to 1; got {describe(density)}"])
+        raise UnsupportedProblem(f"density must be a number from 0 to 1; got {describe(density)}")
     refuse(flag_reasons("diagonal", diagonal))
     (num_heads,) = _counts_of_blocks(num_heads=whole_number("num_heads", num_heads, 1))
     count = round(float(density) * grid[1])
@@ -261,9 +262,7 @@ def longformer(
         dilation = whole_number("dilation", dilation, 1)
     refuse(reasons)
     if left % dilation or right % dilation:
-        raise UnsupportedProblem(
-            [f"window must be two multiples of dilation={dilation}; got {describe((left, right))}"]
-        )
+        raise UnsupportedProblem(f"window must be two multiples of dilation={dilation}; got {describe((left, right))}")
     local: Mask = SlidingWindow(left, right, align)
     if dilation > 1:
         local = Dilated(dilation, left // dilation, right // dilation, align)
@@ -347,7 +346,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     """
     stride, num_summary = whole_number("stride", stride, 1), whole_number("num_summary", num_summary, 0)
     if num_summary > stride:
-        raise UnsupportedProblem([f"num_summary must be at most stride={stride}; got {num_summary}"])
+        raise UnsupportedProblem(f"num_summary must be at most stride={stride}; got {num_summary}")
     stride, num_others = min(stride, UNBOUNDED), min(stride - num_summary, UNBOUNDED)
     return Causal(align) & (SameStretch(stride) | StretchEnds(stride, stride - num_others))
 
@@ -398,7 +397,7 @@ def sink_local(num_sink_tokens: int, window: tuple[int, int], *, align: str | No
 
 
 @explains_keywords
-def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: Any = 128) -> Mask:
+def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: BlockSize = 128) -> Mask:
     """Return a checkerboard: every other block of each row, which is the worst case for contiguous reads of keys.
 
     Parameters
@@ -465,11 +464,11 @@ class StretchEnds(Mask):
         return into * (into > 0)
 
 
-def _grid(seqlen_q: int, seqlen_kv: int | None, block: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+def _grid(seqlen_q: int, seqlen_kv: int | None, block: BlockSize) -> tuple[tuple[int, int], tuple[int, int]]:
     seqlen_q, seqlen_kv = _counts(seqlen_q=seqlen_q, seqlen_kv=seqlen_q if seqlen_kv is None else seqlen_kv)
     if max(seqlen_q, seqlen_kv) > MAX_SEQLEN:
         lengths = f"seqlen_q={describe(seqlen_q)} and seqlen_kv={describe(seqlen_kv)}"
-        raise UnsupportedProblem([f"lengths must be at most {MAX_SEQLEN}; got {lengths}"])
+        raise UnsupportedProblem(f"lengths must be at most {MAX_SEQLEN}; got {lengths}")
     sides = block_pair(block)
     return (-(-seqlen_q // sides[0]), -(-seqlen_kv // sides[1])), sides
 
@@ -483,14 +482,14 @@ def _pattern_of(rows: Array, cols: Array, grid: tuple[int, int], sides: tuple[in
     return BlockPattern(coo_array((np.ones(len(rows), bool), (rows, cols)), shape=grid), sides)
 
 
-def _random_rows(rng: np.random.Generator, candidates: Array, count: Any) -> Array:
+def _random_rows(rng: np.random.Generator, candidates: Array, count: Array | int) -> Array:
     """Draw `count` candidates of each row without replacement, or all of them if there are fewer."""
     order = np.where(candidates, rng.random(candidates.shape), 2.0)
     rank = order.argsort(axis=1).argsort(axis=1)
     return candidates & (rank < np.reshape(count, (-1, 1)))
 
 
-def _window(window: Any) -> tuple[int, int]:
+def _window(window: tuple[int, int]) -> tuple[int, int]:
     """Return the numbers of tokens of a window before and after the query."""
     is_pair = isinstance(window, (tuple, list)) and len(window) == 2
     if not is_pair or not all(is_int(side) and side >= 0 for side in window):
@@ -498,23 +497,18 @@ def _window(window: Any) -> tuple[int, int]:
         if is_int(window) and 0 <= window <= MAX_SEQLEN:
             fix = f": use ({window}, 0) for {window} tokens before the query and the query's own token"
         raise UnsupportedProblem(
-            [f"window must be (left, right), two ints of at least 0, in tokens, inclusive; got {describe(window)}{fix}"]
+            f"window must be (left, right), two ints of at least 0, in tokens, inclusive; got {describe(window)}{fix}"
         )
     return int(window[0]), int(window[1])
 
 
-def _counts(**values: object) -> list[int]:
+def _counts(**values: int) -> list[int]:
     """Return ints of at least 0, or raise an error with all reasons."""
-    reasons: list[str] = []
-    counts = []
-    for name, value in values.items():
-        with collecting(reasons):
-            counts.append(whole_number(name, value, 0))
-    refuse(reasons)
-    return counts
+    refuse(int_reasons(0, **values))
+    return list(map(int, values.values()))
 
 
-def _counts_of_blocks(**values: object) -> list[int]:
+def _counts_of_blocks(**values: int) -> list[int]:
     """Return numbers of blocks or heads, ints of at least 0 that fit int64, or raise an error with all reasons."""
     counts = _counts(**values)
     refuse(count_reasons(**values))

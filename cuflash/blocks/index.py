@@ -22,7 +22,7 @@ from ..masks.block_pattern import BlockPattern
 from ..masks.content import mask_namespace, without_memos
 from ..masks.fields import with_cupy_arrays
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
-from ..masks.shape import MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
+from ..masks.shape import BlockSize, MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, KeptIndex, Owner
 from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
 from .index_mask import IndexMask, chosen_lists
@@ -155,7 +155,7 @@ class BlockIndex:
 
     @classmethod
     def from_mask(
-        cls, mask: Mask | Array, seqlen_q: int, seqlen_kv: int, block: Any, *, batch: tuple[int, ...] = (),
+        cls, mask: Mask | Array, seqlen_q: int, seqlen_kv: int, block: BlockSize, *, batch: tuple[int, ...] = (),
         num_heads: int = 1,
     ) -> BlockIndex:
         """Classify every block of a mask exactly: by closed forms if they decide, else element by element.
@@ -221,7 +221,7 @@ class BlockIndex:
 
     @classmethod
     def from_blocks(
-        cls, blocks: Array, seqlen_q: int | None = None, seqlen_kv: int | None = None, block: Any = None
+        cls, blocks: Array, seqlen_q: int | None = None, seqlen_kv: int | None = None, block: BlockSize | None = None
     ) -> BlockIndex:
         """Make an index of whole blocks.
 
@@ -267,7 +267,7 @@ class BlockIndex:
         return cls.from_mask(pattern, block=pattern.block, **shape._asdict())
 
     @classmethod
-    def from_scipy(cls, matrix: Array, seqlen_q: int, seqlen_kv: int, block: Any = None) -> BlockIndex:
+    def from_scipy(cls, matrix: Array, seqlen_q: int, seqlen_kv: int, block: BlockSize | None = None) -> BlockIndex:
         """Make an index from a scipy.sparse array of elements or of blocks, depending on its shape.
 
         Parameters
@@ -304,22 +304,22 @@ class BlockIndex:
         if not is_sparse(matrix):
             raise TypeError(f"matrix must be a scipy.sparse array; got {type(matrix).__name__}: use from_blocks")
         reasons = count_reasons(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+        sides = 1, 1
+        if block is None and matrix.format != "bsr":
+            rule = "block must be an int or a pair if matrix is not a BSR array of elements"
+            reasons.append(f"{rule}; got None: pass block=, or convert with matrix.tobsr((16, 16))")
         with collecting(reasons):
-            if block is None and matrix.format != "bsr":
-                rule = "block must be an int or a pair if matrix is not a BSR array of elements"
-                reasons.append(f"{rule}; got None: pass block=, or convert with matrix.tobsr((16, 16))")
-            else:
-                block = block_pair(tuple(map(int, matrix.blocksize)) if block is None else block)
+            sides = block_pair(getattr(matrix, "blocksize", 1) if block is None else block)
         refuse(reasons)
         lengths = int(seqlen_q), int(seqlen_kv)
-        grid = tuple(-(-length // side) for length, side in zip(lengths, block))
-        padded = tuple(blocks * side for blocks, side in zip(grid, block))
+        grid = tuple(-(-length // side) for length, side in zip(lengths, sides))
+        padded = tuple(blocks * side for blocks, side in zip(grid, sides))
         if matrix.shape in (lengths, padded):
-            return cls.from_mask(Sparse(without_padding(matrix, lengths)), *lengths, block)
+            return cls.from_mask(Sparse(without_padding(matrix, lengths)), *lengths, sides)
         if matrix.shape == grid:
-            return cls.from_blocks(matrix, *lengths, block)
-        shapes = f"{lengths} if it holds elements, or {grid} if it holds blocks of {block}"
-        raise UnsupportedProblem([f"matrix must have shape {shapes}; got {matrix.shape}"])
+            return cls.from_blocks(matrix, *lengths, sides)
+        shapes = f"{lengths} if it holds elements, or {grid} if it holds blocks of {sides}"
+        raise UnsupportedProblem(f"matrix must have shape {shapes}; got {matrix.shape}")
 
     # Properties and conversions
 
@@ -907,11 +907,9 @@ class BlockIndex:
         extents = [{x, y} for x, y in ((self.batch, other.batch), (self.num_heads, other.num_heads))]
         if ours != theirs or any(len(extent - {1}) > 1 for extent in extents):
             raise UnsupportedProblem(
-                [
-                    f"block indices to combine must share lengths, block, batch and heads (or have 1); got "
-                    f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}: combine "
-                    f"their as_mask() instead"
-                ]
+                f"block indices to combine must share lengths, block, batch and heads (or have 1); got "
+                f"{(*ours, self.batch, self.num_heads)} and {(*theirs, other.batch, other.num_heads)}: combine "
+                f"their as_mask() instead"
             )
         return self._like(combine(self.as_mask(), other.as_mask()), *map(max, extents))
 

@@ -158,12 +158,10 @@ def chosen_lists(index: Any) -> Array:
         The blocks have several queries, or one is not full.
     """
     if index.block[0] != 1:
-        raise UnsupportedProblem(
-            [f"the index must have blocks of one query, such as (1, 64); got block={index.block}"]
-        )
+        raise UnsupportedProblem(f"the index must have blocks of one query, such as (1, 64); got block={index.block}")
     if (index.kinds != BlockKind.FULL).any():
         raise UnsupportedProblem(
-            ["the index must have only full blocks; got partial ones: write index.filled().chosen() & mask"]
+            "the index must have only full blocks; got partial ones: write index.filled().chosen() & mask"
         )
     counts = np.diff(index.indptr)
     blocks = np.full((len(counts), int(counts.max(initial=0))), -1, np.int32)

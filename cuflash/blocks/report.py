@@ -185,11 +185,11 @@ def elements_of(index: ListedBlocks, entry: int) -> Array:
     return exists & index.as_mask()(b, h, np.minimum(i, index.seqlen_q - 1), np.minimum(j, index.seqlen_kv - 1))
 
 
-def _require_same_blocks(index: ListedBlocks, eligible: object) -> None:
+def _require_same_blocks(index: ListedBlocks, eligible: ListedBlocks) -> None:
     """Refuse `eligible` blocks that are not a `BlockIndex` with the same lengths and block size."""
     if type(eligible) is not type(index):
-        raise UnsupportedProblem([f"eligible must be a BlockIndex or None; got {describe(eligible)}"])
+        raise UnsupportedProblem(f"eligible must be a BlockIndex or None; got {describe(eligible)}")
     ours, theirs = (((each.seqlen_q, each.seqlen_kv), each.block) for each in (index, eligible))
     if ours != theirs:
         of_index, got = (f"{lengths} in blocks of {block}" for lengths, block in (ours, theirs))
-        raise UnsupportedProblem([f"eligible must be an index for lengths {of_index}; got {got}"])
+        raise UnsupportedProblem(f"eligible must be an index for lengths {of_index}; got {got}")

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, Namespace, describe, is_flag, is_int, namespace, to_host
+from ..arrays import Array, Namespace, describe, is_flag, namespace, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..masks.arrays import as_mask
 from ..masks.base import Band, Mask, intersection
 from ..masks.block_pattern import BlockPattern
 from ..masks.content import held_arrays, mask_namespace, without_memos
 from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
-from ..masks.shape import MAX_SEQLEN, MaskShape
+from ..masks.fields import window_sides
+from ..masks.shape import MaskShape
 from ._gathered_rows import GatheredRows
 from .classify import BlockKind, extents, row_intervals, unpack
 from .index import BlockIndex
@@ -98,12 +99,8 @@ class IntervalWork:
         lo, hi = (np.reshape(side, (-1, self.seqlen_q)) for side in (self.lo, self.hi))
         bounds = sequence_bounds(lo, self.seqlen_kv)
         starts_q, starts_kv = (tile_starts(each, height) for each, height in zip(bounds, self.sequence_tile))
-        lengths = np.stack(
-            [
-                np.searchsorted(of_lo, starts[1:] - 1, side="right") - np.searchsorted(of_hi, starts[:-1], side="right")
-                for of_lo, of_hi, starts in zip(lo, hi, starts_kv)
-            ]
-        )
+        each = zip(lo, hi, starts_kv)
+        lengths = np.stack([_num_rows(of_lo, of_hi, keys[:-1], keys[1:] - 1) for of_lo, of_hi, keys in each])
         order = _longest_first(_in_blocks(lengths, self.sequence_tile[0]))
         return {"q_blocks": starts_q, "kv_blocks": starts_kv, "column_entries": order}
 
@@ -130,12 +127,7 @@ class IntervalWork:
         first_row, last_row = (xp.asarray(side) for side in _block_ends(self.seqlen_q, self.block_q))
         first_key, last_key = (xp.asarray(side) for side in _block_ends(self.seqlen_kv, self.block_kv))
         rows = hi[:, last_row] - lo[:, first_row]
-        columns = xp.stack(
-            [
-                xp.searchsorted(of_lo, last_key, side="right") - xp.searchsorted(of_hi, first_key, side="right")
-                for of_lo, of_hi in zip(lo, hi)
-            ]
-        )
+        columns = xp.stack([_num_rows(of_lo, of_hi, first_key, last_key) for of_lo, of_hi in zip(lo, hi)])
         return {
             "row_order": _longest_first(_in_blocks(rows, self.block_kv)).reshape(-1),
             "column_order": _longest_first(_in_blocks(columns, self.block_q)).reshape(-1),
@@ -349,6 +341,12 @@ class ListedWork:
         return b * self.index.num_heads + h
 
 
+def _num_rows(lo: Array, hi: Array, first: Array, last: Array) -> Array:
+    """Return how many rows attend to keys first <= j <= last, for each pair of first and last."""
+    xp = namespace(lo)
+    return xp.searchsorted(lo, last, side="right") - xp.searchsorted(hi, first, side="right")
+
+
 def _block_ends(length: int, block: int) -> tuple[Array, Array]:
     """Return the first and the last element of each block, int32."""
     first = np.arange(0, length, block, dtype=np.int32)
@@ -475,7 +473,8 @@ def _widest_gap(lo: Array, hi: Array) -> int:
 
 
 def requested_mask(
-    mask: Any, causal: Any, window: Any, shape: MaskShape, where: Namespace | None = None
+    mask: Mask | Array | None, causal: bool | str, window: tuple[int | None, int | None] | None, shape: MaskShape,
+    where: Namespace | None = None,
 ) -> Mask:
     """Return the intersection of a call's mask, causal and window, resolved for a shape; `Band()` without any of them.
 
@@ -536,22 +535,11 @@ def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:
     ]
 
 
-def _window(window: Any, align: str | None, shape: MaskShape) -> Mask:
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not is_pair or not all(side is None or is_int(side) for side in window):
-        fix = f": ({describe(window)}, 0) is {describe(window)} keys before the diagonal, and the diagonal"
-        fix = fix if is_int(window) and 0 <= window <= MAX_SEQLEN else ""
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}{fix}"])
-    reasons: list[str] = []
-    with collecting(reasons):
-        sliding_window = SlidingWindow(window[0], window[1], align)
-    if reasons:
-        raise UnsupportedProblem(f"window's {reason}" for reason in reasons)
+def _window(window: tuple[int | None, int | None], align: str | None, shape: MaskShape) -> Mask:
+    left, right = window_sides(window)
     if align is None and shape.seqlen_q != shape.seqlen_kv:
         raise UnsupportedProblem(
-            [
-                alignment_reason(f"window={describe(tuple(window))}", "causal", shape)
-                + "; or pass mask=masks.SlidingWindow(left, right, align=...)"
-            ]
+            alignment_reason(f"window={describe(tuple(window))}", "causal", shape)
+            + "; or pass mask=masks.SlidingWindow(left, right, align=...)"
         )
-    return sliding_window.resolve(shape)
+    return SlidingWindow(left, right, align).resolve(shape)

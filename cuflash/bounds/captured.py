@@ -50,12 +50,8 @@ class Captured:
         arithmetic = Arithmetic(model.ua, model.wa, model.largest_sum)
         operands = self.operands._replace(arrays=[model.as_read(array)[0] for array in self.operands.arrays])
         errors = score_errors(self.program, operands, self.wrt, s, e_s, arithmetic, self._at(s))
-        loads = (
-            load._replace(value=np.where(allowed, load.value, 0), error=np.where(allowed, load.error, 0))
-            for load in errors.loads
-        )
         f, e_f, slope, e_slope = (np.where(allowed, x, 0) for x in errors[:4])
-        return ScoreErrors(f, e_f, slope, e_slope, tuple(loads))
+        return ScoreErrors(f, e_f, slope, e_slope, _attended(errors.loads, allowed))
 
     def pushed(
         self, s: Array, e_s: Array, s_dot: Array, e_s_dot: Array, tangents: Mapping[str, Array], allowed: Array,
@@ -68,13 +64,7 @@ class Captured:
         arithmetic = Arithmetic(model.ua, model.wa, model.largest_sum)
         along = s, e_s, s_dot, e_s_dot, arithmetic, self._at(s)
         pushed = pushed_errors(self.program, operands, names, self.wrt, *along)
-        loads, loads_dot = (
-            tuple(
-                load._replace(value=np.where(allowed, load.value, 0), error=np.where(allowed, load.error, 0))
-                for load in each
-            )
-            for each in (pushed.loads, pushed.loads_dot)
-        )
+        loads, loads_dot = (_attended(each, allowed) for each in (pushed.loads, pushed.loads_dot))
         return PushedErrors._make((*(np.where(allowed, x, 0) for x in pushed[:6]), loads, loads_dot))
 
     def tolerances(self, final: ScoreErrors, df: Array, e_df: Array, model: Rounding) -> dict[str, Array]:
@@ -101,6 +91,13 @@ class Captured:
                 rounding = (model.up, model.wp) if array.name == self.in_parts else (0.0, 0.0)
                 bounds[array.name] = _gradient_tolerance(self.operands.arrays[number], own, model, rounding)
         return bounds
+
+
+def _attended(loads: tuple[LoadErrors, ...], allowed: Array) -> tuple[LoadErrors, ...]:
+    """Set the derivatives and errors of masked keys to 0."""
+    return tuple(
+        load._replace(value=np.where(allowed, load.value, 0), error=np.where(allowed, load.error, 0)) for load in loads
+    )
 
 
 def _gradient_tolerance(

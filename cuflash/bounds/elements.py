@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -21,14 +22,14 @@ from ..planning.options import Causality, MaskLike, Options, ScoreLike
 from ..planning.staged_array import gradient_in_parts
 from ..plans.fit import as_planned
 from ..plans.plan import Plan
-from ..reference import allowed_of, expand_heads, with_heads
+from ..reference import with_heads
 from ..scores.values import Operands as ProgramOperands
 from .captured import Captured
-from .forward import Weights, forward_tolerances
-from .gradients import gradient_tolerances, sink_tolerance
+from .forward import Operands, forward_tolerances
+from .gradients import Cotangents, delta_of, gradient_tolerances, sink_tolerance
 from .host import cotangent_reasons, host_arrays, host_tangents
 from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, rounded_up
-from .tangents import Operands, moved, published, push_tolerances, second_bounds
+from .tangents import Dots, published, push_tolerances, rows_of, second_bounds
 
 
 @explains_keywords
@@ -205,10 +206,8 @@ def error_bound(
     if storage is not None:
         model = model.of_quantized(are_products_cut=cuts is not None)
     captured = None if composed is None else Captured.of(composed, problem)
-    arrays = q, k, v, do, dlse, sink, tangents or {}
-    return _dense_bounds(
-        *arrays, allowed, problem.softmax_scale, model, captured, Weights.of(dropout, problem), cuts
-    )
+    operands = Operands.of((q, k, v), sink, allowed, problem, model, captured, dropout, cuts)
+    return _dense_bounds(operands, do, dlse, tangents or {})
 
 
 def _bounds_of_plan(
@@ -224,7 +223,7 @@ def _bounds_of_plan(
 ) -> Bounds:
     """Return `error_bound` of a plan; `options` and `product_dtype` must have their defaults."""
     if not isinstance(plan, Plan):
-        raise UnsupportedProblem([f"plan must be a Plan or None; got {describe(plan)}: create one with cuflash.plan"])
+        raise UnsupportedProblem(f"plan must be a Plan or None; got {describe(plan)}: create one with cuflash.plan")
     passed = {**options._asdict(), "product_dtype": product_dtype}
     usual = {**Options()._asdict(), "product_dtype": None}
     reasons = [
@@ -248,15 +247,14 @@ def _bounds_of_plan(
     captured = dropout = None
     if problem.score is not None:
         held = [to_host(plan._captured[array.name]) for array in problem.score.arrays]
-        operands = ProgramOperands(problem.numbers, held, problem.whole_shape.batch)
+        of_program = ProgramOperands(problem.numbers, held, problem.whole_shape.batch)
         parts = gradient_in_parts(problem)
-        captured = Captured(problem.score, operands, problem.wrt, parts, problem.places or Places())
+        captured = Captured(problem.score, of_program, problem.wrt, parts, problem.places or Places())
     if problem.dropout is not None:
         seed, offset = plan._numbers
         dropout = Dropout(1 - 1 / problem.dropout.factor, plan._captured.get(SEED, seed), offset)
-    weights = Weights.of(dropout, problem)
-    given_arrays = q, k, v, do, dlse, sink, tangents
-    return _dense_bounds(*given_arrays, allowed, problem.softmax_scale, model, captured, weights, None)
+    operands = Operands.of((q, k, v), sink, allowed, problem, model, captured, dropout, None)
+    return _dense_bounds(operands, do, dlse, tangents)
 
 
 def _planned_reasons(plan: Plan, arguments: Mapping[str, Array | None]) -> list[str]:
@@ -284,67 +282,39 @@ def _product_dtype(requested: DTypeLike | None) -> np.dtype:
         limits(dtype)
     except ValueError as error:
         reason = f"product_dtype must be a floating-point dtype; got {dtype}: pass np.float16, for example"
-        raise UnsupportedProblem([reason]) from error
+        raise UnsupportedProblem(reason) from error
     return dtype
 
 
 # Overflow to inf, and inf * 0, are valid here: an infinite bound guarantees nothing.
 @np.errstate(over="ignore", invalid="ignore", under="ignore")
 def _dense_bounds(
-    q: Array,
-    k: Array,
-    v: Array,
-    do: Array | None,
-    dlse: Array | None,
-    sink: Array | None,
-    tangents: Mapping[str, Array],
-    mask: Array | None,
-    scale: float,
-    model: Rounding,
-    captured: Captured | None,
-    weights: Weights,
-    cuts: Cuts | None,
+    operands: Operands, do: Array | None, dlse: Array | None, tangents: Mapping[str, Array]
 ) -> Bounds:
-    """Return `error_bound` with the mask as a bool array, or None, and the scale as a number."""
-    batch = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (q, k, v)))
-    queries = with_heads(np.asarray(q).astype(np.float64))
-    num_heads = queries.shape[-3]
-    allowed = allowed_of(mask, (*batch, num_heads, np.shape(q)[-2], np.shape(k)[-2]))
-    # Keys that no query attends, and rows without a key, do not affect results, whatever they contain.
-    is_seen = allowed.any(axis=-2)[..., None]
-    is_row = allowed.any(axis=-1)[..., None]
-    queries = np.where(is_row, queries, 0)
-    keys, values = (np.where(is_seen, expand_heads(np.asarray(x).astype(np.float64), num_heads), 0) for x in (k, v))
-
-    logit, e_logit = model.as_read(np.full(1, -np.inf) if sink is None else np.atleast_1d(sink))
-    logit = logit.astype(np.float64)[..., None, None]
-    e_logit = np.broadcast_to(e_logit, logit.shape[:-2])[..., None, None]
-
-    forward = forward_tolerances(queries, keys, values, allowed, scale, logit, e_logit, model, captured, weights, cuts)
-    is_row = forward.allowed.any(axis=-1)[..., None]
-    tol_o = rounded_up(forward.tol_o, forward.o, model)
-    tol_lse = nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
-    headed = np.ndim(q) > 2
-    bounds = dict(zip(("o", "lse"), (tol_o, tol_lse) if headed else (tol_o[0], tol_lse[0])))
-    push = operands = None
+    """Return `error_bound` of operands; without tangents, the mapping is empty."""
+    forward, model, captured = forward_tolerances(operands), operands.model, operands.captured
+    of_rows = {"o": rounded_up(forward.tol_o, forward.o, model)}
+    of_rows["lse"] = nan_to_inf(SECOND_ORDER * forward.tol_lse[..., 0])
+    push = dots = None
     if tangents:
-        operands = Operands.of((queries, keys, values), tangents, is_row, is_seen, scale)
-        push = push_tolerances(operands, forward, tangents, logit, e_logit, model, captured)
-        bounds |= published(push, model, headed)
+        dots = Dots.of(operands, forward, tangents)
+        push = push_tolerances(operands, forward, dots, tangents)
+        of_rows |= published(push, operands)
+    has_heads = len(operands.shapes[0]) > 2
+    bounds: dict[str, Any] = {name: bound if has_heads else bound[0] for name, bound in of_rows.items()}
     if do is None:
         return Bounds(**bounds)
 
+    is_row, has_lse = rows_of(operands, forward)
     do = np.where(is_row, with_heads(np.asarray(do).astype(np.float64)), 0)
-    counts = is_row | ~np.isneginf(logit)
-    dlse = 0.0 if dlse is None else np.where(counts, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
-    shapes = np.shape(q), np.shape(k), np.shape(v)
-    df, e_df, tolerances = gradient_tolerances(queries, keys, values, do, dlse, scale, model, forward, shapes)
+    dlse = 0.0 if dlse is None else np.where(has_lse, np.asarray(dlse).astype(np.float64).reshape(is_row.shape), 0)
+    cotangents = Cotangents(do, dlse)
+    df, e_df, tolerances = gradient_tolerances(operands, forward, cotangents)
     bounds |= zip(("dq", "dk", "dv"), tolerances)
-    if sink is not None:
-        bounds["dsink"] = sink_tolerance(values, do, dlse, logit, e_logit, model, forward, sink)
+    if operands.sink is not None:
+        bounds["dsink"] = sink_tolerance(operands, forward, *delta_of(operands, forward, cotangents))
     if captured is not None and forward.final is not None:
         bounds["others"] = captured.tolerances(forward.final, df, e_df, model)
-    if push is not None and operands is not None:
-        moving = moved(do, dlse, tangents, is_row, counts)
-        bounds |= second_bounds(operands, forward, push, moving, model, captured, shapes, sink, (logit, e_logit))
+    if push is not None and dots is not None:
+        bounds |= second_bounds(operands, forward, push, cotangents, dots)
     return Bounds(**bounds)

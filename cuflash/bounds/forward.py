@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from ..dropout import Dropout
 from ..masks.places import Places
 from ..fp8.cuts import Cuts
 from ..planning.problem import Problem
+from ..reference import allowed_of, expand_heads
 from ..scores.roundoff import ScoreErrors
 from .captured import Captured
 from .rounding import Rounding
@@ -41,6 +44,47 @@ class Weights:
         return self.roundoffs > 0
 
 
+class Operands(NamedTuple):
+    """The operands of a call in float64, with k and v for each query head, and the model of its kernel's arithmetic."""
+
+    queries: Array
+    keys: Array
+    values: Array
+    allowed: Array
+    scale: float
+    sink: Array | None
+    logit: Array  # [..., 1, 1], -inf without a sink
+    e_logit: Array
+    shapes: tuple[tuple[int, ...], ...]  # of q, k and v
+    model: Rounding
+    captured: Captured | None
+    weights: Weights
+    cuts: Cuts | None
+
+    @classmethod
+    @np.errstate(over="ignore", invalid="ignore", under="ignore")
+    def of(
+        cls, qkv: Sequence[Array], sink: Array | None, allowed: Array, problem: Problem, model: Rounding,
+        captured: Captured | None, dropout: Dropout | None, cuts: Cuts | None,
+    ) -> Operands:  # fmt: skip
+        """Convert the operands; those that affect no result, whatever they contain, are set to 0."""
+        shapes, num_heads = tuple(np.shape(x) for x in qkv), problem.num_heads
+        batch = np.broadcast_shapes(*(shape[:-3] for shape in shapes))
+        allowed = allowed_of(allowed, (*batch, num_heads, shapes[0][-2], shapes[1][-2]))
+        # Keys that no query attends, and rows without a key
+        is_seen, is_row = allowed.any(axis=-2)[..., None], allowed.any(axis=-1)[..., None]
+        wide = (expand_heads(np.asarray(x).astype(np.float64), num_heads) for x in qkv)
+        queries, keys, values = (np.where(counts, x, 0) for counts, x in zip((is_row, is_seen, is_seen), wide))
+        logit, e_logit = model.as_read(np.full(1, -np.inf) if sink is None else np.atleast_1d(sink))
+        logit = logit.astype(np.float64)[..., None, None]
+        e_logit = np.broadcast_to(e_logit, logit.shape[:-2])[..., None, None]
+        weights = Weights.of(dropout, problem)
+        return cls(
+            queries, keys, values, allowed, problem.softmax_scale, sink, logit, e_logit, shapes, model, captured,
+            weights, cuts,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forward:
     """The exact forward pass and its unscaled tolerances, as needed for the gradients."""
@@ -57,25 +101,16 @@ class Forward:
     final: ScoreErrors | None
     raw: tuple[Array, Array] | None  # scores before a score function, and their error
     log_p_sink: Array  # [..., rows, 1], -inf without a sink
-    weights: Weights
+    z: Array  # factors of weights by dropout
+    z_rounding: float
 
 
-def forward_tolerances(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    allowed: Array,
-    scale: float,
-    logit: Array,
-    e_logit: Array,
-    model: Rounding,
-    captured: Captured | None,
-    weights: Weights,
-    cuts: Cuts | None,
-) -> Forward:
-    seqlen_kv, ua, k_n = keys.shape[-2], model.ua, model.k(keys.shape[-2])
-    has_sink = ~np.isneginf(logit)
-    score, e_score, allowed, final, raw = _scores(queries, keys, allowed, scale, model, captured, cuts)
+def forward_tolerances(operands: Operands) -> Forward:
+    model, weights, cuts = operands.model, operands.weights, operands.cuts
+    values, logit, e_logit = operands.values, operands.logit, operands.e_logit
+    seqlen_kv = values.shape[-2]
+    ua, k_n, has_sink = model.ua, model.k(seqlen_kv), ~np.isneginf(logit)
+    score, e_score, allowed, final, raw = _scores(operands)
     is_row = allowed.any(axis=-1, keepdims=True)
     row_max = np.max(score, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
     row_max = np.where(is_row, row_max, 0)
@@ -109,29 +144,18 @@ def forward_tolerances(
     tol_o = np.fmin(by_weights, weights.most * of_mean + cut)
     tol_o = tol_o + model.w + seqlen_kv * model.wa
     return Forward(
-        **{"allowed": allowed, "score": score, "p": p, "log_p": log_p},
-        eta=eta,
-        lse=lse,
-        o=o,
-        tol_lse=np.where(is_row, tol_lse, e_logit),
-        tol_o=np.where(is_row, tol_o, 0),
-        final=final,
-        raw=raw,
-        log_p_sink=log_p_sink,
-        weights=weights,
-    )
+        allowed=allowed, score=score, p=p, log_p=log_p, eta=eta, lse=lse, o=o,
+        tol_lse=np.where(is_row, tol_lse, e_logit), tol_o=np.where(is_row, tol_o, 0), final=final, raw=raw,
+        log_p_sink=log_p_sink, z=z, z_rounding=z_rounding,
+    )  # fmt: skip
 
 
 def _scores(
-    queries: Array,
-    keys: Array,
-    allowed: Array,
-    scale: float,
-    model: Rounding,
-    captured: Captured | None,
-    cuts: Cuts | None,
+    operands: Operands,
 ) -> tuple[Array, Array, Array, ScoreErrors | None, tuple[Array, Array] | None]:
     """Return final scores, their errors, the attended keys, the results of the score function, and its inputs."""
+    queries, keys, _, allowed, scale, *_ = operands
+    model, captured, cuts = operands.model, operands.captured, operands.cuts
     head_dim, transposed = keys.shape[-1], np.swapaxes(keys, -1, -2)
     score = np.where(allowed, scale * (queries @ transposed), 0)
     mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)

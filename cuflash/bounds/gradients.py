@@ -3,91 +3,113 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import Array
 from ..reference import sum_heads_to, sum_to
 from ..scores.roundoff import ScoreErrors
-from .forward import Forward, excess_of
+from .forward import Forward, Operands, excess_of
 from .rounding import SECOND_ORDER, Rounding, limits, rounded_up, roundoff, underflow
 
 
+class Cotangents(NamedTuple):
+    """do and dlse in float64, 0 where they have no effect."""
+
+    do: Array
+    dlse: Array | float
+
+
+class Gap(NamedTuple):
+    """The error of P recomputed from lse, G = dP - D + dlse and the gradient dF of final scores, with their errors."""
+
+    p_excess: Array
+    g: Array
+    e_g: Array
+    df: Array
+    e_df: Array
+
+
 def gradient_tolerances(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    do: Array,
-    dlse: Array | float,
-    scale: float,
-    model: Rounding,
-    forward: Forward,
-    shapes: tuple[tuple[int, ...], ...],
+    operands: Operands, forward: Forward, cotangents: Cotangents
 ) -> tuple[Array, Array, list[Array]]:
     """Return the gradient of final scores, its error, and the bounds on dq, dk and dv in the shapes of q, k and v."""
-    ua, wa = model.ua, model.wa
-    p, seqlen_q, seqlen_kv = forward.p, queries.shape[-2], keys.shape[-2]
-    size = math.prod(p.shape[:-2])
-    # How many rows add up to one row of each gradient.
-    terms_q, terms_k, terms_v = (
-        rows * (size // max(1, math.prod(shape[:-2]))) for rows, shape in zip((seqlen_kv, seqlen_q, seqlen_q), shapes)
-    )
-
-    p_excess, g, e_g = gap_of(values, do, dlse, model, forward)
-    p_larger, abs_do = p + p_excess, np.abs(do)
-    z, z_rounding = forward.weights.factors, forward.weights.roundoffs * ua
-
-    ds = p * g
-    is_allowed = ~np.isneginf(forward.log_p)
-    g_larger = np.abs(g) + e_g
-    e_ds = (p_excess + np.minimum(p, wa) + 2 * ua * p_larger) * g_larger + p * e_g + wa
-    df, e_df = ds, np.where(is_allowed, e_ds, 0)
+    model, scale, p, z = operands.model, operands.scale, forward.p, forward.z
+    terms = terms_of(operands, p)
+    p_excess, _, _, df, e_df = gap_of(operands, forward, cotangents)
     ds, e_ds = (df, e_df) if forward.final is None else _through_slope(forward.final, df, e_df, model)
-    ds_larger = np.abs(ds) + e_ds
-    t_ds = e_ds + model.up * ds_larger + np.minimum(ds_larger, model.wp)
-    t_ds = np.where(np.abs(ds) + SECOND_ORDER * t_ds > model.largest_product, np.inf, t_ds)
-
-    tol_dq = abs(scale) * ((t_ds + ((model.k(terms_q) + 8) * ua + model.t) * ds_larger) @ np.abs(keys))
-    transposed = np.swapaxes(t_ds + ((model.k(terms_k) + 8) * ua + model.t) * ds_larger, -1, -2)
-    tol_dk = abs(scale) * (transposed @ np.abs(queries))
-    lost = np.minimum(p, max(model.wp, wa))
-    weights = z * (p_excess + lost + (model.up + model.t + (model.k(terms_v) + 2) * ua + z_rounding) * p_larger)
-    tol_dv = np.swapaxes(np.where(is_allowed, weights, 0), -1, -2) @ abs_do
-
-    q_shape, k_shape, v_shape = shapes
-    exact = (
-        sum_to(scale * (ds @ keys), q_shape),
-        sum_heads_to(scale * (np.swapaxes(ds, -1, -2) @ queries), k_shape),
-        sum_heads_to(np.swapaxes(z * p, -1, -2) @ do, v_shape),
+    weights = z * weight_error(operands, forward, p_excess, p, p + p_excess, terms[2])
+    weights = np.where(np.isneginf(forward.log_p), 0, weights)
+    exact = scale * (ds @ operands.keys), scale * (turned(ds) @ operands.queries), turned(z * p) @ cotangents.do
+    tolerances = (
+        abs(scale) * (rounded(ds, e_ds, terms[0], model) @ np.abs(operands.keys)),
+        abs(scale) * (turned(rounded(ds, e_ds, terms[1], model)) @ np.abs(operands.queries)),
+        turned(weights) @ np.abs(cotangents.do),
     )
-    tolerances = sum_to(tol_dq, q_shape), sum_heads_to(tol_dk, k_shape), sum_heads_to(tol_dv, v_shape)
-    underflows = ((1 + abs(scale)) * terms * wa + model.w for terms in (terms_q, terms_k, terms_v))
-    return df, e_df, [
-        rounded_up(tolerance + model.u * np.abs(gradient) + underflow, gradient, model)
-        for tolerance, gradient, underflow in zip(tolerances, exact, underflows)
-    ]
+    return df, e_df, summed(operands, exact, tolerances, terms)
 
 
-def gap_of(
-    values: Array, do: Array, dlse: Array | float, model: Rounding, forward: Forward
-) -> tuple[Array, Array, Array]:
-    """Return the error of P recomputed from lse, and dP - D + dlse with its error."""
-    ua, wa, p, o, value_dim = model.ua, model.wa, forward.p, forward.o, values.shape[-1]
+def terms_of(operands: Operands, p: Array) -> tuple[int, int, int]:
+    """Return how many rows add up to one row of dq, dk and dv."""
+    size, lengths = math.prod(p.shape[:-2]), (p.shape[-1], p.shape[-2], p.shape[-2])
+    q, k, v = (n * (size // max(1, math.prod(shape[:-2]))) for n, shape in zip(lengths, operands.shapes))
+    return q, k, v
+
+
+def turned(x: Array) -> Array:
+    return np.swapaxes(x, -1, -2)
+
+
+def rounded(ds: Array, e_ds: Array, terms: int, model: Rounding) -> Array:
+    """Return the error of dS, or of its tangent, after rounding and summation."""
+    larger = np.abs(ds) + e_ds
+    error = e_ds + model.up * larger + np.minimum(larger, model.wp)
+    error = np.where(np.abs(ds) + SECOND_ORDER * error > model.largest_product, np.inf, error)
+    return error + ((model.k(terms) + 8) * model.ua + model.t) * larger
+
+
+def weight_error(operands: Operands, forward: Forward, error: Array, least: Array, larger: Array, terms: int) -> Array:
+    """Return the error of weights of dv, or of their tangents, after rounding and summation."""
+    model = operands.model
+    rounding = model.up + model.t + (model.k(terms) + 2) * model.ua + forward.z_rounding
+    return error + np.minimum(least, max(model.wp, model.wa)) + rounding * larger
+
+
+def summed(
+    operands: Operands, exact: Sequence[Array], tolerances: Sequence[Array], terms: Sequence[int]
+) -> list[Array]:
+    """Return the bounds on dq, dk and dv, or on their tangents, in the shapes of q, k and v."""
+    model, bounds = operands.model, []
+    for x, tolerance, shape, n, add in zip(exact, tolerances, operands.shapes, terms, (sum_to, *[sum_heads_to] * 2)):
+        gradient, lost = add(x, shape), (1 + abs(operands.scale)) * n * model.wa + model.w
+        bounds.append(rounded_up(add(tolerance, shape) + model.u * np.abs(gradient) + lost, gradient, model))
+    return bounds
+
+
+def gap_of(operands: Operands, forward: Forward, cotangents: Cotangents) -> Gap:
+    """Return the error of P, and G and dF with their errors."""
+    model, values, (do, dlse) = operands.model, operands.values, cotangents
+    ua, wa, p, z, value_dim = model.ua, model.wa, forward.p, forward.z, values.shape[-1]
     eta = forward.eta + forward.tol_lse + 4 * ua * (np.abs(forward.score) + np.abs(forward.lse))
     p_excess = excess_of(forward.log_p, p, eta)
-
-    abs_do = np.abs(do)
-    z, z_rounding = forward.weights.factors, forward.weights.roundoffs * ua
-    dp = z * (do @ np.swapaxes(values, -1, -2))
-    d = np.sum(do * o, axis=-1, keepdims=True)
-    k_dv = model.k(value_dim) + 2
-    e_dp = (k_dv * ua + model.t + z_rounding) * (abs_do @ np.swapaxes(np.abs(values), -1, -2)) + value_dim * wa
-    e_dp = z * e_dp
-    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (np.abs(o) + forward.tol_o)), axis=-1, keepdims=True)
+    dp = z * (do @ turned(values))
+    rounding = (model.k(value_dim) + 2) * ua + model.t + forward.z_rounding
+    e_dp = z * (rounding * (np.abs(do) @ turned(np.abs(values))) + value_dim * wa)
+    d, e_d = _row_sums(operands, forward, do)
     g = dp - d + dlse
     e_g = e_dp + e_d + value_dim * wa + 2 * ua * (np.abs(dp) + np.abs(d) + np.abs(dlse))
-    return p_excess, g, e_g
+    e_df = (p_excess + np.minimum(p, wa) + 2 * ua * (p + p_excess)) * (np.abs(g) + e_g) + p * e_g + wa
+    return Gap(p_excess, g, e_g, p * g, np.where(np.isneginf(forward.log_p), 0, e_df))
+
+
+def _row_sums(operands: Operands, forward: Forward, do: Array) -> tuple[Array, Array]:
+    """Return D = rowsum(dO O) and its error without underflow, [..., rows, 1]."""
+    k_dv, tol_o = operands.model.k(operands.values.shape[-1]) + 2, forward.tol_o
+    error = np.abs(do) * (tol_o + k_dv * operands.model.ua * (np.abs(forward.o) + tol_o))
+    return np.sum(do * forward.o, axis=-1, keepdims=True), np.sum(error, axis=-1, keepdims=True)
 
 
 def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) -> tuple[Array, Array]:
@@ -98,36 +120,36 @@ def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) 
     return np.where(is_none, 0, df * final.slope), np.where(is_none, 0, e_ds)
 
 
-def delta_of(
-    values: Array, do: Array, dlse: Array | float, model: Rounding, forward: Forward
-) -> tuple[Array, Array]:
+def delta_of(operands: Operands, forward: Forward, cotangents: Cotangents) -> tuple[Array, Array]:
     """Return delta = D - dlse and its error, [..., rows, 1]."""
-    ua, wa, value_dim = model.ua, model.wa, values.shape[-1]
-    k_dv = model.k(value_dim) + 2
-    d = np.sum(do * forward.o, axis=-1, keepdims=True)
-    abs_o, abs_do = np.abs(forward.o), np.abs(do)
-    e_d = np.sum(abs_do * (forward.tol_o + k_dv * ua * (abs_o + forward.tol_o)), axis=-1, keepdims=True)
-    delta, e_delta = d - dlse, e_d + 2 * ua * (np.abs(d) + np.abs(dlse)) + value_dim * wa
-    return delta, e_delta
+    model, (do, dlse) = operands.model, cotangents
+    d, e_d = _row_sums(operands, forward, do)
+    return d - dlse, e_d + 2 * model.ua * (np.abs(d) + np.abs(dlse)) + operands.values.shape[-1] * model.wa
+
+
+def sink_weight(operands: Operands, forward: Forward) -> tuple[Array, Array]:
+    """Return P of the sink and its error, recomputed from lse."""
+    p_sink, ua = np.exp(forward.log_p_sink), operands.model.ua
+    abs_sink = np.abs(np.where(np.isneginf(operands.logit), 0, operands.logit))
+    eta = forward.tol_lse + operands.e_logit + 4 * ua * (abs_sink + np.abs(forward.lse)) + 4 * ua
+    return p_sink, excess_of(forward.log_p_sink, p_sink, eta)
 
 
 def sink_tolerance(
-    values: Array, do: Array, dlse: Array | float, logit: Array, e_logit: Array, model: Rounding, forward: Forward,
-    sink: Array,
-) -> Array:  # fmt: skip
-    """Return the bound on dsink, in the shape of the sink, whose logits have the error `e_logit`."""
-    ua, wa = model.ua, model.wa
-    p_sink = np.exp(forward.log_p_sink)
-    delta, e_delta = delta_of(values, do, dlse, model, forward)
-    larger = np.abs(delta) + e_delta
+    operands: Operands, forward: Forward, factor: Array, e_factor: Array, is_none: Array | bool = False
+) -> Array:
+    """Return the bound on dsink, the sum of -P of the sink times a factor, or on its tangent, in the sink's shape.
 
-    abs_sink = np.abs(np.where(np.isneginf(logit), 0, logit))
-    eta = forward.tol_lse + e_logit + 4 * ua * (abs_sink + np.abs(forward.lse)) + 4 * ua
-    excess = excess_of(forward.log_p_sink, p_sink, eta)
+    Rows where `is_none` is True add nothing.
+    """
+    model, sink = operands.model, operands.sink
+    assert sink is not None
+    p_sink, excess = sink_weight(operands, forward)
     terms = p_sink.size // max(1, sink.size)
-    rounding = (model.k(terms) + 4) * ua
-    each = (excess + np.minimum(p_sink, wa) + rounding * (p_sink + excess)) * larger + p_sink * e_delta
-    exact = sum_to(np.sum(-p_sink * delta, axis=(-1, -2)), sink.shape)
+    rounding = (model.k(terms) + 4) * model.ua
+    larger = np.abs(factor) + e_factor
+    each = (excess + np.minimum(p_sink, model.wa) + rounding * (p_sink + excess)) * larger
+    each, exact = (np.where(is_none, 0, x) for x in (each + p_sink * e_factor, -p_sink * factor))
+    each, exact = (sum_to(np.sum(x, axis=(-1, -2)), sink.shape) for x in (each, exact))
     own = replace(model, u=roundoff(sink.dtype), w=underflow(sink.dtype), largest=float(limits(sink.dtype).max))
-    tolerance = sum_to(np.sum(each, axis=(-1, -2)), sink.shape) + terms * wa + own.u * np.abs(exact) + own.w
-    return rounded_up(tolerance, exact, own)
+    return rounded_up(each + terms * model.wa + own.u * np.abs(exact) + own.w, exact, own)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, describe
+from ..arrays import Array, Namespace, describe, is_array, is_integer_dtype, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..plans.conversion import as_arrays
 from ._state import CacheState
 from .arguments import (
-    PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, page_reasons, part_reasons,
-    sequence_reasons, size_reasons,
+    Counts, PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, overlap_reasons, page_reasons,
+    part_reasons, row_reasons, sequence_reasons, size_reasons,
 )  # fmt: skip
-from .given_pages import checked_pages
 from .on_device import capture_reasons
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool, length_faults
@@ -32,7 +31,7 @@ def new_state(
     num_pages: int | None,
     part_keys: int | None,
     keeps_page_bounds: bool,
-    xp: Any,
+    xp: Namespace,
 ) -> CacheState:
     """Return the state of a new, empty cache; parameters and errors are those of `KVCache`."""
     sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
@@ -60,9 +59,11 @@ def new_state(
     return CacheState(arrays, pages, [0] * int(batch), int(capacity), own_part_keys)
 
 
-def state_over(k_pages: Array, v_pages: Array, block_table: Array, lengths: Any, part_keys: int | None) -> CacheState:
+def state_over(
+    k_pages: Array, v_pages: Array, block_table: Array, lengths: Counts, part_keys: int | None
+) -> CacheState:
     """Return the state of a cache over existing pages; parameters and errors are those of `KVCache.over`."""
-    arrays, tables, positions, max_pages = checked_pages(k_pages, v_pages, block_table, lengths)
+    arrays, tables, positions, max_pages = _checked_pages(k_pages, v_pages, block_table, lengths)
     page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
     refuse(part_reasons(part_keys, max_pages * page_size))
     pages = PagePool(page_size, num_pages, tables, owns_rest=False)
@@ -79,24 +80,25 @@ def rows_of(state: CacheState, sequence: int) -> tuple[Array, Array]:
     return state.rows.gather(table, 0, length)
 
 
-def truncate(state: CacheState, lengths: Any) -> None:
+def truncate(state: CacheState, lengths: Counts) -> None:
     """Shorten sequences, as `KVCache.truncate` does."""
     new_lengths = state.numbers("lengths", lengths)
     if state.is_counted_on_device:
         state.on_device().truncate(new_lengths)
         return
+    assert isinstance(new_lengths, list)  # an array would have started counting on the device
     refuse(growth_reasons(new_lengths, state.lengths))
     for sequence, length in enumerate(new_lengths):
         state.pages.shrink(sequence, length)
     state.lengths = new_lengths
 
 
-def reset(state: CacheState, rows: Any) -> None:
+def reset(state: CacheState, rows: Counts | None) -> None:
     """Empty sequences, or all of them if `rows` is None, as `KVCache.reset` does."""
     batch = len(state.lengths)
     listed = listed_ints(range(batch) if rows is None else as_arrays({"rows": rows})["rows"])
     if listed is None:
-        raise UnsupportedProblem([f"rows must be a list of sequences, or None for all; got {describe(rows)}"])
+        raise UnsupportedProblem(f"rows must be a list of sequences, or None for all; got {describe(rows)}")
     reasons = [reason for row in listed for reason in sequence_reasons("rows", row, batch)]
     reasons += capture_reasons("reset", state.pages) if state.is_counted_on_device else []
     refuse(reasons)
@@ -113,7 +115,7 @@ def fork(state: CacheState, source: int, target: int) -> None:
     """Replace the contents of a sequence by those of another one, as `KVCache.fork` does."""
     if state.is_counted_on_device:
         raise UnsupportedProblem(
-            ["fork must have lengths on the host; got a cache that is counted on the device: fill another cache"]
+            "fork must have lengths on the host; got a cache that is counted on the device: fill another cache"
         )
     batch = len(state.lengths)
     reasons = sequence_reasons("source", source, batch) + sequence_reasons("target", target, batch)
@@ -128,7 +130,7 @@ def fork(state: CacheState, source: int, target: int) -> None:
     state.lengths[target] = state.lengths[source]
 
 
-def reserve(state: CacheState, lengths: Any) -> None:
+def reserve(state: CacheState, lengths: Counts) -> None:
     """Allocate pages for sequences of these lengths, as `KVCache.reserve` does."""
     stops = numbers("lengths", as_arrays({"lengths": lengths})["lengths"], len(state.lengths))
     if state.is_counted_on_device and (reasons := capture_reasons("reserve", state.pages)):
@@ -136,3 +138,63 @@ def reserve(state: CacheState, lengths: Any) -> None:
     state.make_room("lengths", stops)
     if state.is_counted_on_device:
         state.on_device()  # copy now, since a replayed graph copies nothing from the host
+
+
+def _checked_pages(
+    k_pages: Array, v_pages: Array, block_table: Array, lengths: Counts
+) -> tuple[PagedRows, list[list[int]], list[int], int]:
+    """Return the arrays of pages, the pages and the length of each sequence, and the maximum number of pages.
+
+    Raises
+    ------
+    TypeError
+        The pages or the table are not arrays.
+    UnsupportedProblem
+        Shapes or dtypes do not match, or a sequence has fewer pages than its length needs; the error lists all reasons.
+    """
+    pages = as_arrays({"k_pages": k_pages, "v_pages": v_pages}, {"k_pages": np.float64, "v_pages": np.float64})
+    k, v = pages.values()
+    shape = ("num_pages", "num_kv_heads", "page_size", "head_dim")
+    reasons = row_reasons({"k_pages": k}, k, {"k_pages": shape})
+    refuse(reasons)
+    reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
+    with collecting(reasons):
+        dtype_of(k.dtype, has_scales=False)
+    reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # keys and values are written separately
+    page_size, num_pages = int(k.shape[2]), int(k.shape[0])
+    reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])
+    integers = as_arrays({"block_table": block_table, "lengths": lengths}, {"block_table": np.int64}, like=k)
+    table, lengths = integers.values()
+    if not (is_array(table) and table.ndim == 2 and is_integer_dtype(table.dtype) and all(table.shape)):
+        reasons.append(f"block_table must be an integer array (batch, max_pages); got {describe(table)}")
+    positions: list[int] = []
+    with collecting(reasons):
+        batch = int(table.shape[0]) if is_array(table) and table.ndim else None
+        positions = numbers("lengths", to_host(lengths) if is_array(lengths) else lengths, batch)
+    refuse(reasons)
+    tables, max_pages = [_until_negative(row) for row in to_host(table).tolist()], table.shape[1]
+    refuse(_table_reasons(tables, positions, page_size, num_pages))
+    return PagedRows(k, v), tables, positions, int(max_pages)
+
+
+def _until_negative(row: list[int]) -> list[int]:
+    stop = next((place for place, page in enumerate(row) if page < 0), len(row))
+    return row[:stop]
+
+
+def _table_reasons(tables: list[list[int]], lengths: list[int], page_size: int, num_pages: int) -> list[str]:
+    """Return why the pages of sequences are invalid, or too few for the sequences' lengths."""
+    reasons = []
+    for sequence, (table, length) in enumerate(zip(tables, lengths)):
+        wrong = [page for page in table if page >= num_pages]
+        if wrong:
+            reasons.append(
+                f"block_table must name pages below {num_pages}; got {wrong[0]} for sequence {sequence}: mark missing "
+                "pages with -1"
+            )
+        if length > len(table) * page_size:
+            reasons.append(
+                f"lengths must fit the pages of the sequences; got {length} for sequence {sequence}, which has "
+                f"{len(table)} pages of {page_size}"
+            )
+    return reasons

@@ -3,123 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, flag_reasons, namespace
+from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
 from ..calls._call import Call
 from ..errors import UnsupportedProblem, collecting, refuse
+from ..executors import checks
+from ..masks import ChosenBlocks, MaskShape
+from ..masks.fields import window_sides
+from ..planning.chosen_pages import BLOCK_STEP, ChosenForm
 from ..planning.options import Options
-from ..planning.score_launches import array_name
 from ..plans.conversion import as_arrays
-from ..scores import Score
 from ._passes import DecodeOptions, SimulatedStep, pass_of
 from ._state import CacheState
-from .arguments import checked_window, not_served, out_reasons, overlap_reasons, row_reasons, sink_reasons
+from .arguments import Counts, not_served, out_reasons, overlap_reasons, place_reasons, row_reasons, sink_reasons
 from .on_device import device_reasons, is_on_device
-from .chosen import ChosenRowsStep, form_of, mask_reasons
-from .one_by_one import OwnRowsStep
+from .one_by_one import ChosenRowsStep, OwnRowsStep
 from .scoring import ScoreKind, arrays_of, fit_reasons
-from .steps import RequestedOptions, AttendStep, Step, StepCall, lists_of
+from .steps import AttendStep, Request, Step, StepCall, lists_of
 
 
-class _Rows(NamedTuple):
-    """The arguments of `append` for the rules below; `unfit` has the reasons why k and v do not fit the cache."""
-
-    cache: CacheState
-    k: Array
-    v: Array
-    counts: Any
-    unfit: Sequence[str]
-
-
-class _Queries(NamedTuple):
-    """The arguments of `attention` for the rules below; `unfit` has reasons to refuse some of them."""
-
-    cache: CacheState
-    q: Array
-    counts: Any
-    out: Any
-    sink: Any
-    options: RequestedOptions
-    score: Score | None
-    mask: Any
-    unfit: Sequence[str]
-
-
-def checked_rows(cache: CacheState, k: Any, v: Any, counts: Any) -> tuple[Array, Array]:
+def checked_rows(cache: CacheState, k: Array, v: Array, counts: Counts | None) -> tuple[Array, Array]:
     """Return new rows as arrays of the cache's library, after checking that they and the counts fit."""
     arrays = as_arrays({"k": k, "v": v}, dict.fromkeys("kv", _row_dtypes(cache)[-1]), like=cache.rows.k)
-    batch, heads = len(cache.lengths), cache.rows.k.shape[1]
-    wanted = {name: (batch, heads, "n", own.shape[3]) for name, own in (("k", cache.rows.k), ("v", cache.rows.v))}
-    unfit = row_reasons(arrays, cache.rows.k, wanted, _row_dtypes(cache))
-    rows = _Rows(cache, arrays["k"], arrays["v"], counts, unfit)
-    refuse([reason for rule in _APPEND_RULES for reason in rule(rows)])
+    k, v = arrays.values()
+    leading, own = (len(cache.lengths), cache.rows.k.shape[1], "n"), _own_arrays(cache)
+    wanted = {"k": (*leading, cache.rows.k.shape[3]), "v": (*leading, cache.rows.v.shape[3])}
+    reasons = row_reasons(arrays, cache.rows.k, wanted, _row_dtypes(cache))
+    if not reasons:
+        reasons += [] if k.dtype == v.dtype else [f"v must have k's dtype, {k.dtype}; got {v.dtype}"]
+        reasons += [] if k.shape[2] == v.shape[2] else [f"v must have k's {k.shape[2]} rows; got {v.shape[2]}"]
+        reasons += overlap_reasons("k", k, own) + overlap_reasons("v", v, own)
+    if any(isinstance(array, np.ndarray) and not array.flags.writeable for array in cache.rows.arrays):
+        reasons.append("the cache must have writeable pages to append to; got read-only arrays: pass copies")
+    refuse(reasons + _count_reasons(cache, counts, k, cache.counted))
     if cache.device is None:
-        cache.steps.keep_append(rows.k, rows.v, Step(arrays, ("k", "v"), ("k", "v")))
-    return rows.k, rows.v
+        cache.steps.keep_append(k, v, Step(arrays, ("k", "v"), ("k", "v")))
+    return k, v
 
 
 def checked_queries(
-    cache: CacheState, q: Any, counts: Any, out: Any, sink: Any, options: RequestedOptions, score: Score | None,
-    mask: Any, reasons: Sequence[str],
-) -> tuple[StepCall, Array, Array | None]:  # fmt: skip
-    """Return a new `StepCall` for a call of `attention` that has none in the cache, and q and the sink as arrays.
+    cache: CacheState, request: Request, counts: Counts | None, reasons: Sequence[str]
+) -> tuple[StepCall, Request]:
+    """Return a new `StepCall` for a call of `attention` that has none in the cache, and the request with known arrays.
 
     `reasons` are the caller's reasons to refuse the call.
     """
-    unfit, window, dtypes = list(reasons), None, _row_dtypes(cache)
-    q, sink = as_arrays({"q": q, "sink": sink}, {"q": dtypes[-1]}, like=cache.rows.k).values()
-    with collecting(unfit):
-        window = checked_window(options.window)
-    unfit += flag_reasons("causal", options.causal)
-    wanted = {"q": (len(cache.lengths), "num_heads", "n", cache.rows.k.shape[3])}
-    unfit = row_reasons({"q": q}, cache.rows.k, wanted, dtypes) + unfit
-    queries = _Queries(cache, q, counts, out, sink, options, score, mask, unfit)
-    refused = [reason for rule in _ATTENTION_RULES for reason in rule(queries)]
-    if refused:
-        like = ShapeDtype((1, 1, int(cache.rows.k.shape[3])), dtypes[0])
-        *_, scale, kernel, executor, precision = options
+    k, v, dtypes, window = cache.rows.k, cache.rows.v, _row_dtypes(cache), None
+    request = request._replace(**as_arrays({"q": request.q, "sink": request.sink}, {"q": dtypes[-1]}, like=k))
+    q, out, sink, options, score, mask = request
+    reasons = row_reasons({"q": q}, k, {"q": (len(cache.lengths), "num_heads", "n", k.shape[3])}, dtypes) + [*reasons]
+    with collecting(reasons):
+        window = None if options.window is None else window_sides(options.window)
+    reasons += flag_reasons("causal", options.causal)
+    if not reasons:
+        reasons += out_reasons(out, (*q.shape[:3], v.shape[3]), q, {"q": q, **_own_arrays(cache)})
+        if q.shape[2] > cache.capacity:
+            reasons.append(f"q must have at most as many rows as the capacity, {cache.capacity}; got {q.shape[2]}")
+        reasons += sink_reasons(sink, q, k)
+        reasons += [] if score is None else fit_reasons(score, q, k, v, cache.capacity)
+        reasons += _mask_reasons(cache, mask, q)
+    is_fitting = q.ndim == 4 and q.shape[2] <= cache.capacity
+    reasons += _count_reasons(cache, counts, q, cache.queried if is_fitting else cache.counted)
+    *_, scale, kernel, executor, precision = options
+    if reasons:
+        like = ShapeDtype((1, 1, int(k.shape[3])), dtypes[0])
         requested = Options(scale=scale, kernel=kernel, executor=executor, precision=precision)
-        Call.of(like, like, like, requested, reasons=refused)
+        Call.of(like, like, like, requested, reasons=reasons)
     left, right = window or (None, None)
-    kind = None if score is None else ScoreKind.of_score(score)
-    words = options.scale, options.kernel, options.executor, options.precision
-    lists = None if mask is None else form_of(mask)
+    kind, lists = None if score is None else ScoreKind.of_score(score), None if mask is None else _form_of(mask)
+    words = scale, kernel, executor, precision
     decode_options = DecodeOptions(left, 0 if options.causal else right, *words, cache.part_keys, kind, lists)
-    return _bound_queries(queries, decode_options), q, sink
+    return cache.steps.keep_decode(request, _bound_step(cache, request, decode_options)), request
 
 
-def _bound_queries(call: _Queries, options: DecodeOptions) -> StepCall:
-    """Return the `StepCall` of a call: the cache's kernels if they support it, otherwise one call per sequence.
+def _bound_step(cache: CacheState, request: Request, options: DecodeOptions) -> AttendStep:
+    """Bind a call: to the cache's kernels if they support it, otherwise to one call per sequence.
 
     Raises
     ------
     UnsupportedProblem
         No kernel supports the call on a cache that is counted on the device, or on any cache.
     """
-    cache, q, sink, score = call.cache, call.q, call.sink, call.score
-    o = call.out
+    q, o, sink, _, score, mask = request
     if o is None:
         o = namespace(q).empty((*q.shape[:3], cache.rows.v.shape[3]), q.dtype)
     lse = namespace(q).empty(q.shape[:3], accumulator_dtype(q.dtype))
     arrays = {"q": q, "k": cache.rows.k, "v": cache.rows.v, "o": o, "lse": lse, "sink": sink, **cache.rows.scales}
-    arrays |= lists_of(call.mask) | ({} if score is None else arrays_of(score))
-    names = [] if score is None else list(map(array_name, score.arrays))
+    arrays |= lists_of(mask) | ({} if score is None else arrays_of(score))
     kernels = pass_of(arrays, cache.layout, options)
-    step: AttendStep
     if kernels is None and cache.is_counted_on_device:
-        raise UnsupportedProblem([not_served(q, options.kernel, sink)])
-    if kernels is None and call.mask is not None:
-        step = ChosenRowsStep(cache, arrays, options, names)
-    elif kernels is None:
-        step = OwnRowsStep(cache, arrays, options, score, names)
-    elif cache.device is None:
-        step = SimulatedStep(kernels, arrays, names)
-    else:
-        step = cache.on_device().decode_step(kernels, arrays, names)
-    return cache.steps.keep_decode(arrays, call.out, call.options, score, call.mask, step)
+        raise UnsupportedProblem(not_served(q, options.kernel, sink))
+    if kernels is None:
+        return (OwnRowsStep if mask is None else ChosenRowsStep)(cache, arrays, options, request)
+    if cache.device is None:
+        return SimulatedStep(kernels, arrays, request.names)
+    return cache.on_device().decode_step(kernels, arrays, request.names)
+
+
+def _own_arrays(cache: CacheState) -> dict[str, Array]:
+    """Return the arrays that no array of a call may overlap, by their names in messages."""
+    return {"the cache's keys": cache.rows.k, "the cache's values": cache.rows.v}
 
 
 def _row_dtypes(cache: CacheState) -> tuple[np.dtype[np.generic], ...]:
@@ -127,69 +112,9 @@ def _row_dtypes(cache: CacheState) -> tuple[np.dtype[np.generic], ...]:
     return UP_TO_FLOAT32 if cache.rows.is_quantized else (cache.rows.dtype,)
 
 
-def _unfit_reasons(call: _Rows | _Queries) -> Sequence[str]:
-    return call.unfit
-
-
-def _pair_reasons(call: _Rows) -> list[str]:
-    k, v = call.k, call.v
-    if call.unfit:
-        return []
-    reasons = [] if k.dtype == v.dtype else [f"v must have k's dtype, {k.dtype}; got {v.dtype}"]
-    return reasons + ([] if k.shape[2] == v.shape[2] else [f"v must have k's {k.shape[2]} rows; got {v.shape[2]}"])
-
-
-def _own_memory_reasons(call: _Rows) -> list[str]:
-    own = {"the cache's keys": call.cache.rows.k, "the cache's values": call.cache.rows.v}
-    rows = {} if call.unfit else {"k": call.k, "v": call.v}
-    return [reason for name, array in rows.items() for reason in overlap_reasons(name, array, own)]
-
-
-def _writeable_reasons(call: _Rows) -> list[str]:
-    if all(not isinstance(array, np.ndarray) or array.flags.writeable for array in call.cache.rows.arrays):
-        return []
-    return ["the cache must have writeable pages to append to; got read-only arrays: pass copies"]
-
-
-def _new_reasons(call: _Rows) -> list[str]:
-    return _count_reasons(call.cache, call.counts, call.k, call.cache.counted)
-
-
-def _out_reasons(call: _Queries) -> list[str]:
-    if call.unfit:
-        return []
-    cache, q = call.cache, call.q
-    own = {"q": q, "the cache's keys": cache.rows.k, "the cache's values": cache.rows.v}
-    return out_reasons(call.out, (*q.shape[:3], cache.rows.v.shape[3]), q, own)
-
-
-def _capacity_reasons(call: _Queries) -> list[str]:
-    if call.unfit or call.q.shape[2] <= call.cache.capacity:
-        return []
-    return [f"q must have at most as many rows as the capacity, {call.cache.capacity}; got {call.q.shape[2]}"]
-
-
-def _sink_reasons(call: _Queries) -> list[str]:
-    return [] if call.unfit else sink_reasons(call.sink, call.q, call.cache.rows.k)
-
-
-def _score_reasons(call: _Queries) -> list[str]:
-    if call.unfit or call.score is None:
-        return []
-    return fit_reasons(call.score, call.q, call.cache.rows.k, call.cache.rows.v, call.cache.capacity)
-
-
-def _mask_reasons(call: _Queries) -> list[str]:
-    return [] if call.unfit else mask_reasons(call.cache, call.mask, call.q)
-
-
-def _query_reasons(call: _Queries) -> list[str]:
-    cache, q = call.cache, call.q
-    is_fitting = q.ndim == 4 and q.shape[2] <= cache.capacity
-    return _count_reasons(cache, call.counts, q, cache.queried if is_fitting else cache.counted)
-
-
-def _count_reasons(cache: CacheState, counts: Any, rows: Array, counted: Callable[[Any, int], Any]) -> list[str]:
+def _count_reasons(
+    cache: CacheState, counts: Counts | None, rows: Array, counted: Callable[[Counts | None, int], Counts]
+) -> list[str]:
     """Return why counts are not valid numbers of rows; if rows have a wrong shape, any count is accepted."""
     reasons: list[str] = []
     with collecting(reasons):
@@ -200,10 +125,35 @@ def _count_reasons(cache: CacheState, counts: Any, rows: Array, counted: Callabl
     return reasons
 
 
-_APPEND_RULES: tuple[Callable[[_Rows], Sequence[str]], ...] = (
-    _unfit_reasons, _pair_reasons, _own_memory_reasons, _writeable_reasons, _new_reasons,
-)  # fmt: skip
-_ATTENTION_RULES: tuple[Callable[[_Queries], Sequence[str]], ...] = (
-    _unfit_reasons, _out_reasons, _capacity_reasons, _sink_reasons, _score_reasons, _mask_reasons,
-    _query_reasons,
-)  # fmt: skip
+def _form_of(chosen: ChosenBlocks) -> ChosenForm:
+    """Return the form of a mask's lists: everything except their contents."""
+    counts = None if chosen.counts is None else np.dtype(chosen.counts.dtype)
+    blocks = chosen.blocks
+    return ChosenForm(chosen.block, chosen.num_lists, int(blocks.shape[-1]), int(blocks.dtype.itemsize), counts)
+
+
+def _mask_reasons(cache: CacheState, mask: ChosenBlocks | None, q: Array) -> list[str]:
+    """Return why a mask cannot be used for queries [batch, num_heads, n, head_dim] of a cache."""
+    if mask is None:
+        return []
+    if type(mask) is not ChosenBlocks:
+        return [
+            "mask must be a masks.ChosenBlocks with blocks of each sequence's positions, or None; got "
+            f"{describe(mask)}: pass causal= and window= for other masks"
+        ]
+    reasons: list[str] = []
+    with collecting(reasons):
+        mask.require_heads(int(q.shape[1]), int(cache.rows.k.shape[1]))
+        mask.resolve(MaskShape((int(q.shape[0]),), int(q.shape[1]), int(q.shape[2]), cache.capacity))
+    for name, array in lists_of(mask).items():
+        reasons += place_reasons("counts" if name == "block_counts" else name, array, cache.rows.k)
+    page_size, block = cache.pages.page_size, mask.block
+    if cache.is_paged and (block % BLOCK_STEP or block % page_size and page_size % block):
+        reasons.append(
+            f"mask must have blocks that are multiples or divisors of a page of {page_size} positions, in multiples of "
+            f"{BLOCK_STEP}; got block={block}"
+        )
+    if checks.is_on() and not reasons:
+        with collecting(reasons):
+            mask.require_numbers(cache.capacity)
+    return reasons

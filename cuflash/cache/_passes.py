@@ -16,7 +16,6 @@ from ..executors._records import View
 from ..executors.launch import run_alone
 from ..executors.sim import Simulator
 from ..layouts import address, device_number, layout_reasons
-from ..masks import ChosenBlocks
 from ..planning.chosen_pages import ChosenForm, chosen_pass, chosen_reasons
 from ..planning.decoding import MOST_ROWS, CacheLayout, chunk_reasons, decode_pass, decode_reasons
 from ..planning.device import DeviceSpec
@@ -25,10 +24,9 @@ from ..planning.launches import Pass
 from ..planning.prefill import prefill_pass, prefill_reasons
 from ..planning.problem import Problem, with_operands
 from ..planning.routing import PREFILL_FAMILIES
-from ..scores import Score
 from .scoring import ScoreKind, arrays_of
 from ._state import CacheState
-from .steps import AttendStep, lists_of
+from .steps import AttendStep, Request, lists_of
 
 # Permitted values of `kernel=`, and those that allow the decode kernel.
 _KERNELS, _OF_DECODE = ("auto", *PREFILL_FAMILIES), ("auto", DECODING.family)
@@ -69,29 +67,26 @@ class SimulatedStep(AttendStep):
     Parameters
     ----------
     kernels : Pass
-    arrays : dict by name
-        Arrays as in `pass_of`.
-    captured : sequence of str
-        The names of the score function's arrays.
+    arrays, inputs
+        As for `AttendStep`.
     """
 
-    def __init__(self, kernels: Pass, arrays: Mapping[str, Array], captured: Sequence[str]) -> None:
-        super().__init__(arrays, captured)
+    def __init__(self, kernels: Pass, arrays: Mapping[str, Array], inputs: Sequence[str]) -> None:
+        super().__init__(arrays, inputs)
         self._kernels = kernels
 
     def attend(
-        self, cache: CacheState, q: Array, o: Array, lse: Array | None, counts: Sequence[int] | None,
-        sink: Array | None, score: Score | None, chosen: ChosenBlocks | None = None,
-    ) -> None:  # fmt: skip
+        self, cache: CacheState, request: Request, o: Array, lse: Array | None, counts: Sequence[int] | None
+    ) -> None:
         """Compute o and lse; the first counts[b] rows of q belong to sequence b, or all rows if `counts` is None."""
         arrays = {
-            "q": q, "k": cache.rows.k, "v": cache.rows.v, "sink": sink,
+            "q": request.q, "k": cache.rows.k, "v": cache.rows.v, "sink": request.sink,
             "o": o, "lse": self.make_lse() if lse is None else lse,
             "table": cache.block_table() if cache.is_paged else None, "lengths": cache.length_array(),
             "counts": None if counts is None else np.array(counts, np.int32), "num_faults": np.zeros(1, np.int32),
         }  # fmt: skip
-        captured = {} if score is None else arrays_of(score)
-        run_alone(self._kernels, arrays | cache.rows.scales | captured | lists_of(chosen), Simulator())
+        captured = {} if request.score is None else arrays_of(request.score)
+        run_alone(self._kernels, arrays | cache.rows.scales | captured | lists_of(request.chosen), Simulator())
 
 
 def pass_of(arrays: dict[str, Array | None], layout: CacheLayout, options: DecodeOptions) -> Pass | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from ..errors import UnsupportedProblem, refuse
 from ..executors import checks
 from ..planning.decoding import CacheLayout
 from ..plans.conversion import as_arrays
-from .arguments import capacity_reason, excess_reasons, numbers, require_appended, shortage_reason
+from .arguments import Counts, capacity_reason, excess_reasons, numbers, require_appended, shortage_reason
 from .on_device import OnDevice, device_reasons, is_capturing, is_on_device
 from .paged_rows import PagedRows
 from .pages import Growth, OwnPages, PagePool, growths, length_faults
@@ -82,7 +81,7 @@ class CacheState:
             faults += length_faults(self.pages, sequence, length, self.capacity)
         return faults
 
-    def counted(self, counts: Any, num_rows: int) -> Any:
+    def counted(self, counts: Counts | None, num_rows: int) -> Counts:
         """Return the number of rows that belong to each sequence: a list, or an array on the device."""
         if counts is None:
             return [num_rows] * len(self.lengths)
@@ -92,7 +91,7 @@ class CacheState:
         refuse(excess_reasons(news, num_rows))
         return news
 
-    def queried(self, counts: Any, num_rows: int) -> Any:
+    def queried(self, counts: Counts | None, num_rows: int) -> Counts:
         """Return the number of queries of each sequence, after checking that it has at least as many tokens.
 
         If the device counts tokens, the check runs only with CUFLASH_CHECK, since it waits for the device.
@@ -104,7 +103,7 @@ class CacheState:
                 require_appended(news, lengths, has_counts=counts is not None)
         return news
 
-    def numbers(self, name: str, value: Any) -> Any:
+    def numbers(self, name: str, value: Counts) -> Counts:
         """Return one number per sequence: a list, or a device array; with an array, start counting on the device."""
         value = as_arrays({name: value})[name]
         if self.device is None or not is_on_device(value):
@@ -116,7 +115,7 @@ class CacheState:
     def count_on_device(self) -> None:
         """Start counting on the device, as in `KVCache.count_on_device`."""
         if self.device is None:
-            raise UnsupportedProblem(["the cache must be on a GPU to be counted there; got NumPy arrays: pass xp=cupy"])
+            raise UnsupportedProblem("the cache must be on a GPU to be counted there; got NumPy arrays: pass xp=cupy")
         if self.is_counted_on_device:
             return
         size = self.pages.page_size

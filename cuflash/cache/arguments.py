@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..arrays import (
-    DTYPES, SCALED_DTYPES, Array, as_dtype, describe, flag_reasons, is_array, is_int, is_integer_dtype, namespace,
-    require_arrays, to_host,
+    DTYPES, SCALED_DTYPES, Array, as_dtype, describe, flag_reasons, int_reasons, is_array, is_int, is_integer_dtype,
+    namespace, require_arrays, to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
 from ..layouts import COPIES, device_number, is_broadcast, kind_of, overlap
-from ..masks import SlidingWindow
 from ..planning.decoding import PART_STEP
 from ..planning.families.sm80_storage import MOST_PARTS
 from ..planning.operands import operands_of
 from ..planning.problem import MAX_HEAD_DIM
 from .pages import Growth, Shortage
 
+Counts: TypeAlias = Sequence[int] | Array  # a number for each sequence, on the host or on the device
+
 PAGE_SIZE = 64
 _LARGEST_PAGE = 1024
 _PAGE_STEP = 16
 
 
-def size_reasons(**sizes: Any) -> list[str]:
+def size_reasons(**sizes: int) -> list[str]:
     """Return why numbers are not valid sizes of a cache."""
     most = {"head_dim": MAX_HEAD_DIM, "value_dim": MAX_HEAD_DIM}
-    return [
-        f"{name} must be an int from 1 to {most.get(name, '2**31 - 1')}; got {describe(size)}"
-        for name, size in sizes.items()
-        if not (is_int(size) and 1 <= size <= most.get(name, 2**31 - 1))
-    ]
+    checked = (int_reasons(1, most.get(name, 2**31 - 1), **{name: size}) for name, size in sizes.items())
+    return [reason for reasons in checked for reason in reasons]
 
 
-def page_size_reasons(page_size: Any, name: str = "page_size") -> list[str]:
+def page_size_reasons(page_size: int | None, name: str = "page_size") -> list[str]:
     """Return why pages cannot have this size; `name` is the argument's name in messages."""
     if is_int(page_size) and 0 < page_size <= _LARGEST_PAGE and page_size % _PAGE_STEP == 0:
         return []
     return [f"{name} must be a multiple of {_PAGE_STEP}, at most {_LARGEST_PAGE}; got {describe(page_size)}"]
 
 
-def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
+def page_reasons(page_size: int | None, num_pages: int | None) -> list[str]:
     """Return why a cache cannot have this number of pages of this size."""
     reasons = page_size_reasons(page_size)
     if num_pages is None:
@@ -51,7 +49,7 @@ def page_reasons(page_size: Any, num_pages: Any) -> list[str]:
     return reasons + size_reasons(num_pages=num_pages)
 
 
-def bound_reasons(keeps_page_bounds: Any, is_paged: bool, dtype: DTypeLike) -> list[str]:
+def bound_reasons(keeps_page_bounds: bool, is_paged: bool, dtype: DTypeLike) -> list[str]:
     """Return why a cache of a dtype cannot keep the least and the greatest keys of its pages."""
     reasons = flag_reasons("keeps_page_bounds", keeps_page_bounds)
     if reasons or not keeps_page_bounds:
@@ -63,7 +61,7 @@ def bound_reasons(keeps_page_bounds: Any, is_paged: bool, dtype: DTypeLike) -> l
     return reasons
 
 
-def part_reasons(part_keys: Any, capacity: Any) -> list[str]:
+def part_reasons(part_keys: int | None, capacity: int) -> list[str]:
     """Return why the keys of a cache cannot be split at multiples of this number of positions."""
     if part_keys is None:
         return []
@@ -87,16 +85,16 @@ def dtype_of(dtype: DTypeLike, *, has_scales: bool = True) -> np.dtype[np.generi
     known_dtype = as_dtype("dtype", dtype)
     if known_dtype in SCALED_DTYPES and not has_scales:
         raise UnsupportedProblem(
-            ["dtype must be that of pages without scales; got float8_e4m3fn: only KVCache(dtype=...) makes such pages"]
+            "dtype must be that of pages without scales; got float8_e4m3fn: only KVCache(dtype=...) makes such pages"
         )
     supported = (*DTYPES, *SCALED_DTYPES)
     if known_dtype not in supported:
         names = ", ".join(each.name for each in supported)
-        raise UnsupportedProblem([f"dtype must be one of {names}; got {known_dtype}"])
+        raise UnsupportedProblem(f"dtype must be one of {names}; got {known_dtype}")
     return known_dtype
 
 
-def numbers(name: str, value: Any, batch: int | None) -> list[int]:
+def numbers(name: str, value: Counts, batch: int | None) -> list[int]:
     """Return one int >= 0 per sequence, from a list or a host array, whose length may be any if `batch` is None.
 
     Raises
@@ -109,22 +107,20 @@ def numbers(name: str, value: Any, batch: int | None) -> list[int]:
     if listed is None or len(listed) != batch or not all(is_int(each) and 0 <= each < 2**31 for each in listed):
         got = value if listed is None else listed
         raise UnsupportedProblem(
-            [
-                f"{name} must be a list or array of{'' if batch is None else f' {batch}'} ints of at least 0, one for "
-                f"each sequence, on the host, since rows are counted there; got {describe(got)}"
-            ]
+            f"{name} must be a list or array of{'' if batch is None else f' {batch}'} ints of at least 0, one for "
+            f"each sequence, on the host, since rows are counted there; got {describe(got)}"
         )
     return [int(each) for each in listed]
 
 
-def listed_ints(value: Any) -> list[Any] | None:
+def listed_ints(value: Counts) -> list[int] | None:
     """Return the items of a list, tuple, range or 1-d NumPy integer array, or None for anything else."""
     if isinstance(value, np.ndarray):
         return value.tolist() if value.ndim == 1 and is_integer_dtype(value.dtype) else None
     return list(value) if isinstance(value, (list, tuple, range)) else None
 
 
-def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
+def sequence_reasons(name: str, value: int, batch: int) -> list[str]:
     """Return why a value is not the number of a sequence of a cache."""
     if is_int(value) and 0 <= value < batch:
         return []
@@ -134,7 +130,7 @@ def sequence_reasons(name: str, value: Any, batch: int) -> list[str]:
 def row_reasons(
     arrays: Mapping[str, Array],
     like: Array,
-    wanted: Mapping[str, tuple[Any, ...]],
+    wanted: Mapping[str, tuple[int | str, ...]],
     dtypes: Sequence[np.dtype[np.generic]] = (),
 ) -> list[str]:
     """Return why arrays do not fit a cache whose arrays are like `like`; a string in `wanted` stands for any extent.
@@ -174,7 +170,7 @@ def place_reasons(name: str, array: Array, like: Array) -> list[str]:
     return []
 
 
-def out_reasons(out: Any, shape: tuple[int, ...], like: Array, inputs: Mapping[str, Array]) -> list[str]:
+def out_reasons(out: Array | None, shape: tuple[int, ...], like: Array, inputs: Mapping[str, Array]) -> list[str]:
     """Return why results cannot be written to an array."""
     if out is None:
         return []
@@ -200,7 +196,7 @@ def overlap_reasons(name: str, array: Array, others: Mapping[str, Array]) -> lis
     ]
 
 
-def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
+def sink_reasons(sink: Array | None, q: Array, like: Array) -> list[str]:
     """Return why a sink does not fit queries [batch, num_heads, n, head_dim] and a cache with arrays like this one.
 
     Raises
@@ -215,19 +211,6 @@ def sink_reasons(sink: Any, q: Array, like: Array) -> list[str]:
         operands_of({"sink": sink}, (int(q.shape[0]), int(q.shape[1])))
     require_arrays({"sink": sink})  # operands_of also accepts a shape with a dtype
     return reasons + place_reasons("sink", sink, like)
-
-
-def checked_window(window: Any) -> tuple[int | None, int | None] | None:
-    """Return a window as a pair of ints or None; raise UnsupportedProblem if it is not a window."""
-    if window is None:
-        return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
-    try:
-        sliding = SlidingWindow(*window)
-    except UnsupportedProblem as error:
-        raise UnsupportedProblem(f"window's {reason}" for reason in error.reasons) from None
-    return sliding.left, sliding.right
 
 
 def excess_reasons(counts: list[int], num_rows: int) -> list[str]:
@@ -248,7 +231,7 @@ def growth_reasons(new_lengths: list[int], lengths: list[int]) -> list[str]:
     ]
 
 
-def require_appended(news: Any, lengths: list[int], *, has_counts: bool) -> None:
+def require_appended(news: Counts, lengths: list[int], *, has_counts: bool) -> None:
     """Refuse queries whose keys were not appended: a sequence has more queries than tokens.
 
     Parameters
@@ -279,7 +262,7 @@ def require_appended(news: Any, lengths: list[int], *, has_counts: bool) -> None
     fix = "append their keys and values first"
     if not has_counts and len(short) < len(lengths) and not lengths[first]:
         fix += ", or pass counts= with 0 for idle sequences"
-    raise UnsupportedProblem([f"{name} must have at most as many rows as a sequence has tokens; {got}: {fix}"])
+    raise UnsupportedProblem(f"{name} must have at most as many rows as a sequence has tokens; {got}: {fix}")
 
 
 def shown_numbers(values: list[int]) -> str:
@@ -306,7 +289,7 @@ def shortage_reason(name: str, shortage: Shortage, num_pages: int) -> str:
     )
 
 
-def not_served(q: Array, kernel: Any, sink: Array | None) -> str:
+def not_served(q: Array, kernel: str, sink: Array | None) -> str:
     """Return the reason to refuse a call that no kernel supports on a cache that is counted on the device."""
     return (
         "q must be supported by the cache's kernels if the cache is counted on the device: float16 or bfloat16, "

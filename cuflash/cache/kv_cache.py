@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ..arrays import Array, flag_reasons
+from ..arrays import Array, Namespace, flag_reasons
 from ..errors import collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
@@ -15,10 +15,10 @@ from ..planning.options import ScoreLike
 from ._changes import fork, new_state, reserve, reset, rows_of, state_over, truncate
 from ._doors import checked_queries, checked_rows
 from ._state import CacheState
-from .arguments import shown_numbers
+from .arguments import Counts, shown_numbers
 from .pages import growths
 from .scoring import score_of
-from .steps import RequestedOptions, DecodeStep
+from .steps import DecodeStep, Request, RequestedOptions
 
 
 @explains_keywords
@@ -119,13 +119,13 @@ class KVCache:
         num_kv_heads: int,
         head_dim: int,
         capacity: int,
-        dtype: Any,
+        dtype: DTypeLike,
         value_dim: int | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
         part_keys: int | None = None,
         keeps_page_bounds: bool = False,
-        xp: Any = np,
+        xp: Namespace = np,
     ) -> None:
         self._state = new_state(
             batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, capacity=capacity, dtype=dtype,
@@ -141,7 +141,7 @@ class KVCache:
 
     @classmethod
     def over(
-        cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Any, *, part_keys: int | None = None
+        cls, k_pages: Array, v_pages: Array, block_table: Array, lengths: Counts, *, part_keys: int | None = None
     ) -> KVCache:
         """Return a cache over existing pages, which are used in place without a copy.
 
@@ -401,7 +401,7 @@ class KVCache:
 
     # Changes of the content
 
-    def append(self, k: Array, v: Array, *, counts: Any = None) -> None:
+    def append(self, k: Array, v: Array, *, counts: Counts | None = None) -> None:
         """Append rows to each sequence.
 
         Parameters
@@ -473,7 +473,7 @@ class KVCache:
         """
         self._state.count_on_device()
 
-    def truncate(self, lengths: Any) -> None:
+    def truncate(self, lengths: Counts) -> None:
         """Shorten sequences and free the pages beyond their new lengths, including reserved ones.
 
         If rows are counted on the device, sequences shorter than `lengths` stay unchanged, and all sequences keep their
@@ -500,7 +500,7 @@ class KVCache:
         """
         truncate(self._state, lengths)
 
-    def reset(self, rows: Any = None) -> None:
+    def reset(self, rows: Counts | None = None) -> None:
         """Empty some sequences, or all of them, and free their pages, including reserved ones.
 
         If rows are counted on the device, call `reserve` to allocate pages for emptied sequences before appending.
@@ -556,7 +556,7 @@ class KVCache:
         """
         fork(self._state, source, target)
 
-    def reserve(self, lengths: Any) -> None:
+    def reserve(self, lengths: Counts) -> None:
         """Allocate pages now, so that appending up to these lengths cannot fail. Has no effect on a contiguous cache.
 
         Parameters
@@ -607,7 +607,7 @@ class KVCache:
         self,
         q: Array,
         *,
-        counts: Any = None,
+        counts: Counts | None = None,
         mask: ChosenBlocks | None = None,
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -619,7 +619,7 @@ class KVCache:
         kernel: str = "auto",
         executor: str = "auto",
         precision: str = "ieee",
-        out: Any = None,
+        out: Array | None = None,
         return_lse: bool = False,
     ) -> Array | tuple[Array, Array]:
         """Compute attention of the last positions of each sequence to all of its positions.
@@ -695,19 +695,19 @@ class KVCache:
         if score is not None or softcap is not None or bias is not None:
             with collecting(reasons):
                 scored = score_of(score, softcap, bias, state.rows.k)
-        if not reasons and type(return_lse) is bool:
-            if mask is None or type(mask) is ChosenBlocks:
-                step_call, q, sink = state.steps.decode(q, out, sink, options, scored, mask)
+        request = Request(q, out, sink, options, scored, mask)
+        if not reasons and type(return_lse) is bool and (mask is None or type(mask) is ChosenBlocks):
+            step_call, request = state.steps.decode(request)
         if step_call is None:
             reasons += flag_reasons("return_lse", return_lse)
-            step_call, q, sink = checked_queries(state, q, counts, out, sink, options, scored, mask, reasons)
+            step_call, request = checked_queries(state, request, counts, reasons)
         elif mask is not None and state.device is None:
             mask.require_numbers(state.capacity)
-        news = state.queried(counts, q.shape[2])
+        news = state.queried(counts, request.q.shape[2])
         news = None if counts is None else news
         o, lse = step_call.step.make_o() if out is None else out, step_call.step.make_lse() if return_lse else None
         if isinstance(step_call.step, DecodeStep):
-            state.on_device().decode(step_call, q, o, lse, news, sink, scored, mask)
+            state.on_device().decode(step_call, request, o, lse, news)
         else:
-            step_call.step.attend(state, q, o, lse, news, sink, scored, mask)
+            step_call.step.attend(state, request, o, lse, news)
         return (o, lse) if return_lse else o

@@ -12,14 +12,13 @@ from ..arrays import Array, describe, is_array, namespace
 from ..errors import UnsupportedProblem
 from ..executors import gpu
 from ..layouts import kind_of
-from ..masks import ChosenBlocks
 from ..planning.appending import append_pass
 from ..planning.decoding import CacheLayout
 from ..planning.launches import Pass
-from ..scores import Score
+from .arguments import Counts
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool
-from .steps import AppendStep, DecodeStep, StepCall, Steps
+from .steps import AppendStep, DecodeStep, Request, StepCall, Steps
 
 
 class OnDevice:
@@ -48,7 +47,7 @@ class OnDevice:
         self._known_version = -1
         self._arrived_blocks = xp.zeros((batch,), np.int32)
         self._arrived_parts: dict[int, Array] = {}  # arrays of counters by their size
-        self._captured: list[Any] = []
+        self._captured: list[Array] = []
         self.steps = steps
 
     def put(self, lengths: list[int] | None, pages: OwnPages | PagePool) -> None:
@@ -75,22 +74,20 @@ class OnDevice:
             )
         to[...] = namespace(to).asarray(array)
 
-    def numbers(self, name: str, value: Any) -> Array | None:
+    def numbers(self, name: str, value: Counts | None) -> Array | None:
         """Return numbers per sequence in the form that kernels read, from a list of ints or an array on the device."""
         if value is None or not isinstance(value, list):
             return value
         if is_capturing():
-            raise UnsupportedProblem(
-                [f"{name} must be on the device inside a stream capture; got numbers on the host"]
-            )
+            raise UnsupportedProblem(f"{name} must be on the device inside a stream capture; got numbers on the host")
         return namespace(self.k).asarray(np.array(value, np.int32))
 
-    def truncate(self, lengths: Any) -> None:
+    def truncate(self, lengths: Counts) -> None:
         """Shorten sequences that are longer than `lengths`, a list of ints or an array on the device."""
         namespace(self.k).minimum(self.lengths, self.numbers("lengths", lengths), out=self.lengths)
 
     def append(
-        self, k: Array, v: Array, counts: Any, new_lengths: list[int] | None, step_call: StepCall | None
+        self, k: Array, v: Array, counts: Counts | None, new_lengths: list[int] | None, step_call: StepCall | None
     ) -> None:
         """Launch the kernel that writes rows and adds to the lengths.
 
@@ -115,9 +112,7 @@ class OnDevice:
         arrays |= {"arrivals": self._arrived_blocks, "key_bounds": self.key_bounds}
         return self.steps.keep_append(k, v, AppendStep(kernels, arrays, gpu.current_target()))
 
-    def decode_step(
-        self, kernels: Pass, arrays: Mapping[str, Array | None], captured: Sequence[str]
-    ) -> DecodeStep:  # fmt: skip
+    def decode_step(self, kernels: Pass, arrays: Mapping[str, Array | None], inputs: Sequence[str]) -> DecodeStep:
         """Return the step of a call of `attention`, with the cache's counters of arrived parts, which kernels reset.
 
         Parameters
@@ -125,13 +120,13 @@ class OnDevice:
         kernels : Pass
         arrays : dict by name
             q, k, v, o, lse and sink, the scales of FP8 rows, and the arrays of the score function and of lists.
-        captured : sequence of str
-            The names of the score function's arrays.
+        inputs : sequence of str
+            The names of the arrays that the call reads.
         """
         self._require_ready(kernels)
         zeroed = {name: each.shape for name, each in kernels.workspaces.items() if each.is_zeroed}
         arrived = {name: self._arrivals(prod(shape)) for name, shape in zeroed.items()}
-        return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), captured)
+        return DecodeStep(kernels, {**arrays, **self.tables(None), **arrived}, gpu.current_target(), inputs)
 
     def _arrivals(self, number: int) -> Array:
         """Return an array of this many counters of arrived parts, which kernels leave at 0; calls share it."""
@@ -139,18 +134,14 @@ class OnDevice:
             self._arrived_parts[number] = namespace(self.k).zeros((number,), np.int32)
         return self._arrived_parts[number]
 
-    def decode(
-        self, step_call: StepCall, q: Array, o: Array, lse: Array | None, counts: Any, sink: Array | None,
-        score: Score | None = None, chosen: ChosenBlocks | None = None,
-    ) -> None:  # fmt: skip
+    def decode(self, step_call: StepCall, request: Request, o: Array, lse: Array | None, counts: Counts | None) -> None:
         """Launch the decode kernel; lse is None if the caller does not need it."""
         step, addresses = step_call
         counts, stream = self.numbers("counts", counts), self.steps.current_stream()
         memory = self.steps.memory(step.nbytes)
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
         step.launch((*addresses, o.data.ptr, of_counts, *step.places(memory.data.ptr, of_lse)), stream)
-        captured = () if score is None else score.arrays.values()
-        self._after(step, stream, q, o, lse, counts, sink, memory, *captured, chosen)
+        self._after(step, stream, *request.arrays, o, lse, counts, memory)
 
     def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Array) -> None:
         """Keep a captured call's arrays as long as the cache, since replays use them; wait if the step is checked."""
@@ -187,12 +178,12 @@ def capture_reasons(what: str, pages: OwnPages | PagePool) -> list[str]:
     return [f"{what} must come before or after a stream capture: a replay neither allocates nor frees pages"]
 
 
-def is_on_device(value: Any) -> bool:
+def is_on_device(value: Counts) -> bool:
     """True if a value is an array on a device."""
     return is_array(value) and not isinstance(value, np.ndarray)
 
 
-def device_reasons(name: str, value: Any, batch: int, like: Array) -> list[str]:
+def device_reasons(name: str, value: Array, batch: int, like: Array) -> list[str]:
     """Return why an array on a device does not have one int32 per sequence."""
     is_right = namespace(value) is namespace(like) and tuple(value.shape) == (batch,) and value.dtype == np.int32
     if is_right and value.strides == (4,):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -106,7 +106,7 @@ class PagePool:
         self._num_owned = len(self._references) + len(self._free)
         self.version = 0  # changes whenever a table changes
 
-    def table(self, max_pages: int) -> Any:
+    def table(self, max_pages: int) -> np.ndarray:
         """Return the tables as int32 [batch, max_pages]; -1 marks a missing page."""
         table = np.full((len(self.tables), max_pages), -1, np.int32)
         for row, pages in zip(table, self.tables):

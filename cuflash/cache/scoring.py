@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..arrays import Array, ShapeDtype
 from ..errors import collecting
 from ..masks.shape import MaskShape
+from ..planning.options import ScoreLike
 from ..planning.problem import Problem
 from ..planning.score_launches import array_name
 from ..planning.score_operands import captured_operands
@@ -63,7 +64,7 @@ class ScoreKind(NamedTuple):
         )
 
 
-def score_of(score: Any, softcap: Any, bias: Any, like: Array) -> Score | None:
+def score_of(score: ScoreLike | None, softcap: float | None, bias: Array | None, like: Array) -> Score | None:
     """Return one score function for the score, softcap and bias of a call, over CuPy or NumPy arrays, or None.
 
     A bias in a list becomes an array on the device of `like`.

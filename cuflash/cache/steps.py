@@ -20,12 +20,12 @@ from ..planning._call_cache import CALLS
 from ..planning.chosen_pages import TABLES
 from ..planning.launches import Pass
 from ..planning.options import Window
+from ..planning.score_launches import array_name
 from ..plans.conversion import as_arrays
 from ..scores import Score
 
 _ALIGNMENT = 256  # alignment in bytes of arrays that share memory
 _SCALES = {type(None), float, int}
-_ABSENT: Hashable = ()  # stands for the layout of an absent array
 
 Extent = tuple[int, int]  # the first address of an array's memory, and the first address after it
 
@@ -39,6 +39,31 @@ class RequestedOptions(NamedTuple):
     kernel: str
     executor: str
     precision: str
+
+
+class Request(NamedTuple):
+    """The arguments of `KVCache.attention` on which kernels and their arrays depend: all except counts."""
+
+    q: Array
+    out: Array | None
+    sink: Array | None
+    options: RequestedOptions
+    score: Score | None
+    chosen: ChosenBlocks | None
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays whose addresses the call's kernels take first: q, the sink, captured arrays and lists."""
+        arrays = () if self.score is None else self.score.arrays.values()
+        lists = () if self.chosen is None else _lists(self.chosen)
+        return [self.q, *(() if self.sink is None else (self.sink,)), *arrays, *lists]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of `arrays` in kernels."""
+        captured = () if self.score is None else map(array_name, self.score.arrays)
+        lists = () if self.chosen is None else TABLES[: len(_lists(self.chosen))]
+        return ["q", *(() if self.sink is None else ("sink",)), *captured, *lists]
 
 
 class Step:
@@ -109,17 +134,15 @@ class AttendStep(Step):
     ----------
     arrays : dict by name
         q, o, lse and sink, the arrays of the score function by their names in kernels, and the result of `lists_of`.
-    captured : sequence of str
-        The names of the score function's arrays.
+    inputs : sequence of str
+        The names of the arrays that the call reads: `Request.names`.
     """
 
-    def __init__(self, arrays: Mapping[str, Array], captured: Sequence[str] = ()) -> None:
+    def __init__(self, arrays: Mapping[str, Array], inputs: Sequence[str]) -> None:
         o, lse = arrays["o"], arrays["lse"]
         xp = namespace(o)
         self.make_o, self.make_lse = partial(xp.empty, o.shape, o.dtype), partial(xp.empty, lse.shape, lse.dtype)
-        lists = (name for name in TABLES if name in arrays)
-        self.inputs = ("q", *(() if arrays["sink"] is None else ("sink",)), *captured, *lists)
-        super().__init__(arrays, (*self.inputs, "o"), ("o",))
+        super().__init__(arrays, (*inputs, "o"), ("o",))
 
 
 class DecodeStep(AttendStep):
@@ -142,13 +165,13 @@ class DecodeStep(AttendStep):
     """
 
     def __init__(
-        self, kernels: Pass, arrays: Mapping[str, Array], target: LaunchTarget, captured: Sequence[str] = ()
+        self, kernels: Pass, arrays: Mapping[str, Array], target: LaunchTarget, inputs: Sequence[str]
     ) -> None:
-        super().__init__(arrays, captured)
+        super().__init__(arrays, inputs)
         shared = {name: each for name, each in kernels.workspaces.items() if name not in arrays}
         sizes = [*(each.nbytes for each in shared.values()), arrays["lse"].nbytes]
         *self._offsets, self.nbytes = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
-        bound = BoundPass.of(kernels, arrays, (*self.inputs, "o", "counts", *shared, "lse"), target)
+        bound = BoundPass.of(kernels, arrays, (*inputs, "o", "counts", *shared, "lse"), target)
         self.launch, self.wait = bound.launch, bound.wait
 
     def places(self, memory: int, lse: int | None) -> list[int]:
@@ -188,7 +211,7 @@ class Steps:
     def __reduce__(self) -> tuple[type[Steps], tuple[Array, Array]]:
         return Steps, (self.k, self.v)
 
-    def append(self, k: Array, v: Array) -> tuple[StepCall | None, Any, Any]:
+    def append(self, k: Array, v: Array) -> tuple[StepCall | None, Array, Array]:
         """Return a checked append for rows of this layout, or None, and k and v as arrays.
 
         If these are tensors, later tensors of the same layout use the same step.
@@ -199,21 +222,17 @@ class Steps:
             step_call = self._step_call(append_key(self, k, v), [k, v], tensor_key)
         return step_call, k, v
 
-    def decode(
-        self, q: Array, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None,
-        chosen: ChosenBlocks | None = None,
-    ) -> tuple[StepCall | None, Any, Any]:  # fmt: skip
-        """Return a checked and bound call for these layouts and options, or None, and q and the sink as arrays."""
-        key = decode_key(self, q, out, sink, options, score, chosen)
-        step_call = self._step_call(key, _inputs(q, sink, score, chosen), None, out)
-        if step_call is None and (is_foreign(q) or is_foreign(sink)):
-            q, sink = as_arrays({"q": q, "sink": sink}).values()
-            own_key = decode_key(self, q, out, sink, options, score, chosen)
-            step_call = self._step_call(own_key, _inputs(q, sink, score, chosen), key, out)
-        return step_call, q, sink
+    def decode(self, request: Request) -> tuple[StepCall | None, Request]:
+        """Return a checked and bound call for this layout and options, or None, and the request with known arrays."""
+        key = decode_key(self, request)
+        step_call = self._step_call(key, request.arrays, None, request.out)
+        if step_call is None and (is_foreign(request.q) or is_foreign(request.sink)):
+            request = request._replace(**as_arrays({"q": request.q, "sink": request.sink}))
+            step_call = self._step_call(decode_key(self, request), request.arrays, key, request.out)
+        return step_call, request
 
     def _step_call(
-        self, key: Hashable, arrays: list[Array], other: Hashable = None, out: Any = None
+        self, key: Hashable, arrays: list[Array], other: Hashable = None, out: Array | None = None
     ) -> StepCall | None:
         """Return the step of a key if it accepts the arrays without a check; also cache it under the key `other`."""
         step = CALLS.get(key)
@@ -229,16 +248,11 @@ class Steps:
         """Cache the step for rows that have been checked, unless rows at such addresses need checks at each call."""
         return self._kept(append_key(self, k, v), [k, v], step)
 
-    def keep_decode(
-        self, arrays: Mapping[str, Array], out: Any, options: RequestedOptions, score: Score | None,
-        chosen: ChosenBlocks | None, step: AttendStep,
-    ) -> StepCall:  # fmt: skip
-        """Cache the step for a call that has been checked; `out` is None if each call allocates its result."""
-        q, sink = arrays["q"], arrays["sink"]
-        key = decode_key(self, q, out, sink, options, score, chosen)
-        return self._kept(key, _inputs(q, sink, score, chosen), step, out)
+    def keep_decode(self, request: Request, step: AttendStep) -> StepCall:
+        """Cache the step for a request that has been checked."""
+        return self._kept(decode_key(self, request), request.arrays, step, request.out)
 
-    def _kept(self, key: Hashable, arrays: list[Array], step: Step, out: Any = None) -> StepCall:
+    def _kept(self, key: Hashable, arrays: list[Array], step: Step, out: Array | None = None) -> StepCall:
         addresses = list(map(_address, arrays))
         if key is not None and step.takes(addresses if out is None else [*addresses, _address(out)], self._own):
             CALLS.put(key, step, self)
@@ -271,18 +285,11 @@ def append_key(steps: Steps, k: Array, v: Array) -> Hashable:
     return None if layout is None else ("append", id(steps), layout)
 
 
-def _inputs(q: Array, sink: Any, score: Score | None, chosen: ChosenBlocks | None) -> list[Any]:
-    """Return the arrays whose addresses a call's kernels take first: q, the sink, captured arrays and lists."""
-    arrays = () if score is None else score.arrays.values()
-    lists = () if chosen is None else _lists(chosen)
-    return [q, *(() if sink is None else (sink,)), *arrays, *lists]
-
-
-def _lists(chosen: ChosenBlocks) -> list[Any]:
+def _lists(chosen: ChosenBlocks) -> list[Array]:
     return [chosen.blocks] if chosen.counts is None else [chosen.blocks, chosen.counts]
 
 
-def lists_of(chosen: ChosenBlocks | None) -> dict[str, Any]:
+def lists_of(chosen: ChosenBlocks | None) -> dict[str, Array]:
     """Return lists [batch, heads, rows, entries] and their counts [batch, heads, rows] by their names in kernels.
 
     Axes along which all lists are shared have extent 1.
@@ -291,14 +298,12 @@ def lists_of(chosen: ChosenBlocks | None) -> dict[str, Any]:
     return {name: array[(None,) * (rank - array.ndim)] for name, array, rank in arrays}
 
 
-def decode_key(
-    steps: Steps, q: Array, out: Any, sink: Any, options: RequestedOptions, score: Score | None = None,
-    chosen: ChosenBlocks | None = None,
-) -> Hashable:  # fmt: skip
+def decode_key(steps: Steps, request: Request) -> Hashable:
     """Return the key of a call of `KVCache.attention`, without data and counts; None for non-plain arguments.
 
     Types of options are checked, since 1 == True.
     """
+    q, out, sink, options, score, chosen = request
     causal, window, scale, kernel, executor, precision = options
     if type(causal) is not bool or type(scale) not in _SCALES or checks.is_on():
         return None
@@ -306,19 +311,14 @@ def decode_key(
         return None
     if window is not None and (type(window) is not tuple or not set(map(type, window)) <= {int, type(None)}):
         return None
-    of_out = _ABSENT if out is None else _layout(out)
-    of_sink = _ABSENT if sink is None else _layout(sink)
-    arrays = () if score is None else score.arrays.values()
-    of_arrays = _layout(*arrays) if arrays else _ABSENT
-    of_score = None if score is None else (score.program, score.numbers)
-    if chosen is None:
-        layout, of_lists = _layout(q), _ABSENT
-    else:
-        lists, of_lists = _lists(chosen), chosen.block
-        layout = _layout(q, *lists)
-        if layout is None:  # arrays of two libraries
-            pair = _layout(q), _layout(*lists)
-            layout = None if None in pair else pair
-    if layout is None or None in (of_out, of_sink, of_arrays):
-        return None
-    return "decode", id(steps), layout, of_out, of_sink, of_arrays, of_score, options, of_lists
+    key: list[Hashable] = ["decode", id(steps), options]
+    captured = () if score is None else tuple(score.arrays.values())
+    lists = () if chosen is None else _lists(chosen)
+    for arrays in ((q,), () if out is None else (out,), () if sink is None else (sink,), captured, lists):
+        layout = _layout(*arrays) if arrays else ()
+        if layout is None:
+            return None
+        key.append(layout)
+    key += () if score is None else (score.program, score.numbers)
+    key += () if chosen is None else (chosen.block,)
+    return tuple(key)

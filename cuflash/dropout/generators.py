@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from ..errors import UnsupportedProblem, refuse
 Rng = np.random.Generator | int
 
 
-def generator_of(seed: Any, rng: Any) -> np.random.Generator:
+def generator_of(seed: int | Sequence[int], rng: Rng | None) -> np.random.Generator:
     """Return the generator that a call draws from: `rng`, or a new generator with a seed.
 
     Parameters
@@ -39,10 +39,10 @@ def generator_of(seed: Any, rng: Any) -> np.random.Generator:
     if ints and all(is_int(each) and each >= 0 for each in ints):
         return np.random.default_rng(seed)
     fix = ": pass it as rng=" if isinstance(seed, np.random.Generator) else ""
-    raise UnsupportedProblem([f"seed must be an int of at least 0, or several in a list; got {describe(seed)}{fix}"])
+    raise UnsupportedProblem(f"seed must be an int of at least 0, or several in a list; got {describe(seed)}{fix}")
 
 
-def seed_drawn_from(rng: Any) -> int:
+def seed_drawn_from(rng: Rng) -> int:
     """Return a 64-bit seed, drawn from `rng`.
 
     Raises
@@ -60,7 +60,7 @@ def seed_drawn_from(rng: Any) -> int:
     return int(np.random.default_rng(rng).integers(1 << 64, dtype=np.uint64))
 
 
-def rng_reasons(rng: Any) -> list[str]:
+def rng_reasons(rng: Rng) -> list[str]:
     """Return the reasons why `rng` is refused."""
     if isinstance(rng, np.random.Generator) or is_int(rng) and rng >= 0:
         return []

@@ -12,7 +12,6 @@ import numpy as np
 
 from ..arrays import Array
 
-__all__ = ["philox4x32"]
 
 _MASK = (1 << 32) - 1
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)

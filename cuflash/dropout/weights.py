@@ -29,7 +29,6 @@ from ..layouts import is_jax_array
 from .generators import Rng, rng_reasons, seed_drawn_from
 from .philox import philox4x32
 
-__all__ = ["Dropout", "Draws", "is_key", "keep_mask", "seed_of"]
 
 LEVELS = 1 << 8  # number of values of a weight's random number
 SEED_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
@@ -184,7 +183,7 @@ class Dropout:
         is_shape = isinstance(shape, tuple) and len(shape) >= 2 and all(is_int(size) and size >= 0 for size in shape)
         if not is_shape:
             wanted = "(*batch, num_heads, seqlen_q, seqlen_kv) or (seqlen_q, seqlen_kv)"
-            raise UnsupportedProblem([f"shape must be {wanted}; got {describe(shape)}"])
+            raise UnsupportedProblem(f"shape must be {wanted}; got {describe(shape)}")
         *leading, seqlen_q, seqlen_kv = shape
         lengths = {"queries": (queries, seqlen_q), "keys": (keys, seqlen_kv)}
         reasons = [
@@ -243,7 +242,7 @@ def keep_mask(draws: Draws, numbers: tuple[int, int], heads: Array, i: Array, j:
     return (is_kept[:, row_of[:, None], column_of] >> bits & np.uint64(1)).astype(bool)
 
 
-def _seed_reasons(seed: Any) -> list[str]:
+def _seed_reasons(seed: Array) -> list[str]:
     if is_int(seed):
         return [] if 0 <= seed < 1 << 64 else [f"seed must be an int from 0 to 2^64 - 1; got {describe(seed)}"]
     if is_jax_array(seed):
@@ -266,13 +265,13 @@ def _seed_reasons(seed: Any) -> list[str]:
     return []
 
 
-def _are_ints(value: Any) -> bool:
+def _are_ints(value: Array) -> bool:
     return is_array(value) and value.ndim == 1 and value.dtype.kind in "iu"
 
 
-def _are_positions(value: Any, length: int) -> bool:
+def _are_positions(value: Array, length: int) -> bool:
     return _are_ints(value) and bool(((value >= 0) & (value < length)).all())
 
 
-def _describe_positions(value: Any) -> str:
+def _describe_positions(value: Array) -> str:
     return f"{value.min()}..{value.max()}" if _are_ints(value) else describe(value)

@@ -1,4 +1,4 @@
-"""Conversions to and from float8_e4m3fn, which NumPy has through ml_dtypes and CuPy does not have at all."""
+"""Numbers of float8_e4m3fn, which CuPy lacks: conversions, and values in the layout that tensor cores read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ..arrays import E4M3, Array, namespace
 
 LARGEST = 448.0
 _NAN = 0x7F
+_PADDING = 128  # the number of keys of transposed values is a multiple of this
 _VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 
 
@@ -45,3 +46,20 @@ def to_float32(data: Array) -> Array:
     """Convert an array of float8_e4m3fn, or of uint8 with its bits, to float32."""
     xp = namespace(data)
     return xp.asarray(_VALUES)[data.view(np.uint8)]
+
+
+def transposed_values(data: Array) -> Array:
+    """Transpose values [..., keys, columns] to bytes [..., columns, keys], with keys in the order of kernels' weights.
+
+    Among 16 keys, thread t of four holds the weights of keys 2t, 2t + 1, 2t + 8 and 2t + 9, so that these follow each
+    other. The keys are padded with zeros to a multiple of 128.
+    """
+    xp = namespace(data)
+    *leading, keys, columns = data.shape
+    padded = xp.zeros((*leading, keys + -keys % _PADDING, columns), np.uint8)
+    padded[..., :keys, :] = data.view(np.uint8)
+    groups = padded.shape[-2] // 16
+    parts = padded.reshape(*leading, groups, 2, 4, 2, columns)  # axes: groups of 16 keys, halves, threads, pairs
+    axes = len(leading)
+    order = (*range(axes), axes + 4, axes, axes + 2, axes + 1, axes + 3)
+    return xp.ascontiguousarray(parts.transpose(order)).reshape(*leading, columns, padded.shape[-2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ def shapes(q: Quantized, k: Quantized, v: Quantized) -> tuple[ShapeDtype, ShapeD
     return q_shape, k_shape, v_shape
 
 
-def _rows_of_one_scale(x: Any) -> int:
+def _rows_of_one_scale(x: Quantized | Array) -> int:
     """Return how many rows of an array share a scale, which is the default of `quantize` if it is not quantized yet."""
     if not isinstance(x, Quantized):
         return BLOCK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,8 @@ class Blocks(NamedTuple):
 
 
 def quantized_blocks(
-    arrays: Sequence[Array], rotations: Sequence[Rotation | None], transposes: Sequence[bool], block: int, largest: Any
+    arrays: Sequence[Array], rotations: Sequence[Rotation | None], transposes: Sequence[bool], block: int,
+    largest: float,
 ) -> list[Blocks] | None:
     """Quantize up to three arrays of one dtype and width by one launch; None if no kernel supports them.
 

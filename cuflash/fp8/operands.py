@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from ..arrays import describe
+from ..arrays import Array, describe
 from .quantize import Quantized
 
 
-def are_quantized(*arrays: Any) -> bool:
+def are_quantized(*arrays: Quantized | Array) -> bool:
     """True if at least one of the arguments is quantized."""
     return any(isinstance(array, Quantized) for array in arrays)
 
 
-def operand_reasons(operands: Mapping[str, Any]) -> list[str]:
+def operand_reasons(operands: Mapping[str, Quantized | Array]) -> list[str]:
     """Return why quantized q, k and v, in this order and under these names, cannot be used in one call."""
     q, k, v = operands.values()
     reasons = [
@@ -36,20 +35,20 @@ def operand_reasons(operands: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def executor_of(q: Any, k: Any, v: Any, executor: Any) -> Any:
+def executor_of(q: Array, k: Array, v: Array, executor: str) -> str:
     """Return the executor for quantized operands: for "auto", the one of their device; otherwise `executor` itself."""
     if not isinstance(executor, str) or executor != "auto":
         return executor
     return "cpu" if are_on_host(q, k, v) else "gpu"
 
 
-def are_on_host(*arrays: Any) -> bool:
+def are_on_host(*arrays: Quantized | Array) -> bool:
     """True if all quantized operands hold NumPy arrays or, if none is quantized, if all operands are NumPy arrays."""
     checked = [array.data for array in arrays if isinstance(array, Quantized)] or arrays
     return all(isinstance(array, np.ndarray) for array in checked)
 
 
-def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
+def place_reasons(q: Array, k: Array, v: Array, executor: str) -> list[str]:
     """Return why an executor cannot read quantized operands: their arrays are of the wrong library."""
     quantized = [array for array in (q, k, v) if isinstance(array, Quantized)]
     are_on_host = {isinstance(array.data, np.ndarray) for array in quantized}
@@ -60,14 +59,14 @@ def place_reasons(q: Any, k: Any, v: Any, executor: Any) -> list[str]:
     return [f"{rule}: copy them explicitly"]
 
 
-def gradient_reasons(*arrays: Any) -> list[str]:
+def gradient_reasons(*arrays: Quantized | Array) -> list[str]:
     """Return why a plan, or a call with gradients, refuses arrays of which one is `Quantized`."""
     if not are_quantized(*arrays):
         return []
     return ["q, k and v must not be Quantized here, because FP8 has neither gradients nor plans: pass q.dequantized()"]
 
 
-def call_reasons(q: Any, k: Any, v: Any, executor: Any, out: Any) -> list[str]:
+def call_reasons(q: Array, k: Array, v: Array, executor: str, out: Array | None) -> list[str]:
     """Return why a call refuses `Quantized` operands: because of their properties, their device, or its `out`."""
     reasons = operand_reasons({"q": q, "k": k, "v": v}) + place_reasons(q, k, v, executor)
     if out is not None:
@@ -76,7 +75,7 @@ def call_reasons(q: Any, k: Any, v: Any, executor: Any, out: Any) -> list[str]:
     return reasons
 
 
-def bound_reasons(q: Any, k: Any, v: Any, do: Any, precision: Any) -> list[str]:
+def bound_reasons(q: Array, k: Array, v: Array, do: Array | None, precision: str) -> list[str]:
     """Return why the error of a call with quantized operands cannot be bounded."""
     reasons = operand_reasons({"q": q, "k": k, "v": v})
     if not all(isinstance(array.data, np.ndarray) for array in (q, k, v) if isinstance(array, Quantized)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import E4M3, UP_TO_FLOAT32, Array, as_dtype, describe, is_int, is_number, namespace, require_arrays
 from ..errors import UnsupportedProblem, collecting, refuse
@@ -15,7 +16,6 @@ from ..planning.problem import MAX_HEAD_DIM
 from ..plans.conversion import as_arrays
 from . import e4m3, on_device
 from .rotation import Rotation, large_units
-from .transposed import transposed_values
 
 PARTS = ("block", "head", "tensor")
 BLOCK = 128  # rows that share a scale by default
@@ -114,7 +114,7 @@ class Quantized:
     def __repr__(self) -> str:
         return f"Quantized(shape={self.shape}, per={self.per!r}, block={self.block}, rotation={self.rotation})"
 
-    def scaled(self, dtype: Any = np.float32) -> Array:
+    def scaled(self, dtype: DTypeLike = np.float32) -> Array:
         """Multiply the FP8 numbers by their scales; rotated rows stay rotated.
 
         Parameters
@@ -141,7 +141,7 @@ class Quantized:
         """
         dtype = as_dtype("dtype", dtype)
         if dtype not in (np.float32, np.float64):
-            raise UnsupportedProblem([f"dtype must be float32 or float64; got {dtype}: cast the result"])
+            raise UnsupportedProblem(f"dtype must be float32 or float64; got {dtype}: cast the result")
         with np.errstate(invalid="ignore"):
             scaled: Array = e4m3.to_float32(self.data).astype(dtype) * self._of_rows(self.scale).astype(dtype)
         return scaled
@@ -198,7 +198,7 @@ class Quantized:
         """
         if not self._transposed:
             transposed = on_device.transposed_bytes(self.data)
-            self._transposed.append(transposed_values(self.data) if transposed is None else transposed)
+            self._transposed.append(e4m3.transposed_values(self.data) if transposed is None else transposed)
         return self._transposed[0]
 
     def _data_reasons(self) -> list[str]:
@@ -226,14 +226,15 @@ class Quantized:
 
 @overload
 def quantize(
-    x: Array, *, dtype: Any = ..., per: str = ..., block: int = ..., rotate: Rotation | None = ..., largest: float = ...
-) -> Quantized: ...
+    x: Array, *, dtype: DTypeLike = ..., per: str = ..., block: int = ..., rotate: Rotation | None = ...,
+    largest: float = ...,
+) -> Quantized: ...  # fmt: skip
 
 
 @overload
 def quantize(
-    x: Array, k: Array, v: Array, *, dtype: Any = ..., per: str = ..., block: int = ..., rotate: Rotation | None = ...,
-    largest: float = ...,
+    x: Array, k: Array, v: Array, *, dtype: DTypeLike = ..., per: str = ..., block: int = ...,
+    rotate: Rotation | None = ..., largest: float = ...,
 ) -> tuple[Quantized, Quantized, Quantized]: ...  # fmt: skip
 
 
@@ -243,7 +244,7 @@ def quantize(
     k: Array | None = None,
     v: Array | None = None,
     *,
-    dtype: Any = "float8_e4m3fn",
+    dtype: DTypeLike = "float8_e4m3fn",
     per: str = "block",
     block: int = BLOCK,
     rotate: Rotation | None = None,
@@ -365,7 +366,7 @@ def scale_shape(shape: tuple[int, ...], per: str, block: int) -> tuple[int, ...]
 
 
 def _parts_and_scale(
-    x: Array, per: str, block: int, largest: Any, rotation: Rotation | None
+    x: Array, per: str, block: int, largest: np.float32, rotation: Rotation | None
 ) -> tuple[Array, Array, Array]:
     """Split rows into parts, rotate them, and return parts, scales and units.
 
@@ -406,7 +407,7 @@ def _array_reasons(arrays: Mapping[str, Array]) -> list[str]:
     return reasons
 
 
-def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
+def _option_reasons(per: str, block: int, rotation: Rotation | None, x: Array) -> list[str]:
     reasons = []
     if not isinstance(per, str) or per not in PARTS:
         reasons.append(f"per must be one of {', '.join(map(repr, PARTS))}; got {describe(per)}: use 'block'")
@@ -416,7 +417,7 @@ def _option_reasons(per: Any, block: Any, rotation: Any, x: Array) -> list[str]:
     return reasons + _rotation_reasons(rotation, x)
 
 
-def _rotation_reasons(rotation: Any, x: Array) -> list[str]:
+def _rotation_reasons(rotation: Rotation | None, x: Array) -> list[str]:
     if rotation is not None and not isinstance(rotation, Rotation):
         return [f"rotate must be a Rotation or None; got {describe(rotation)}: use Rotation(head_dim)"]
     if rotation is None or not x.ndim or x.shape[-1] == rotation.head_dim:

@@ -143,10 +143,8 @@ class Rotation:
         require_arrays({"x": x})
         if x.ndim == 0 or x.shape[-1] != self.head_dim:
             raise UnsupportedProblem(
-                [
-                    f"x must have rows of {self.head_dim} numbers, the rotation's head_dim; got {describe(x)}: "
-                    f"use a Rotation of their length"
-                ]
+                f"x must have rows of {self.head_dim} numbers, the rotation's head_dim; got {describe(x)}: "
+                f"use a Rotation of their length"
             )
         return x.astype(np.float64 if x.dtype == np.float64 else np.float32)
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, is_integer_dtype, namespace, no_array, to_host, whole_number
+from ..arrays import (
+    Array, describe, int_reasons, is_array, is_integer_dtype, namespace, no_array, to_host, whole_number,
+)  # fmt: skip
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from .base import Mask
@@ -148,10 +150,8 @@ class ChosenBlocks(Mask):
         """
         if self.num_lists not in (1, num_kv_heads, num_heads):
             raise UnsupportedProblem(
-                [
-                    f"blocks must have 1, {num_kv_heads} (num_kv_heads) or {num_heads} (num_heads) heads; "
-                    f"got {self.num_lists}"
-                ]
+                f"blocks must have 1, {num_kv_heads} (num_kv_heads) or {num_heads} (num_heads) heads; "
+                f"got {self.num_lists}"
             )
 
     def resolve(self, shape: MaskShape) -> Mask:
@@ -174,7 +174,7 @@ class ChosenBlocks(Mask):
         return ResolvedChosen(self, shape)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        raise UnsupportedProblem(["ChosenBlocks depends on the shape: call .resolve(shape) first"])
+        raise UnsupportedProblem("ChosenBlocks depends on the shape: call .resolve(shape) first")
 
     @explains_keywords
     def index(self, seqlen_kv: int, *, num_heads: int | None = None) -> Any:
@@ -278,15 +278,13 @@ class ChosenBlocks(Mask):
             counts = to_host(self.counts)
             if (is_beyond := (counts < 0) | (counts > n)).any():
                 place = tuple(map(int, np.argwhere(is_beyond)[0]))
-                raise UnsupportedProblem([f"counts must be ints in 0..{n}; got {int(counts[place])} at {place}"])
+                raise UnsupportedProblem(f"counts must be ints in 0..{n}; got {int(counts[place])} at {place}")
             wrong &= np.arange(n) < counts[..., None]
         if wrong.any():
             place = tuple(map(int, np.argwhere(wrong)[0]))
             raise UnsupportedProblem(
-                [
-                    f"blocks must hold block numbers from -1, which means no block, to {num_blocks - 1} "
-                    f"(seqlen_kv={seqlen_kv} in blocks of {self.block}); got {int(blocks[place])} at {place}"
-                ]
+                f"blocks must hold block numbers from -1, which means no block, to {num_blocks - 1} "
+                f"(seqlen_kv={seqlen_kv} in blocks of {self.block}); got {int(blocks[place])} at {place}"
             )
 
 
@@ -374,19 +372,19 @@ def _chosen_cells(blocks: Array, counts: Array | None, num_blocks: int) -> Array
     return chosen
 
 
-def chosen_masks(mask: Any) -> Iterator[ChosenBlocks]:
+def chosen_masks(mask: Mask | Array) -> Iterator[ChosenBlocks]:
     """Yield the `ChosenBlocks` among the parts of a mask; yield nothing for a value that is not a mask."""
     parts = held_masks(mask) if isinstance(mask, Mask) else ()
     return (part for part in parts if isinstance(part, ChosenBlocks))
 
 
-def _size(block: Any) -> int:
+def _size(block: int) -> int:
     """Return the number of keys per block as an int."""
     if isinstance(block, (tuple, list)) and len(block) == 2 and block[0] == 1:
-        raise UnsupportedProblem([f"block must be an int of at least 1; got {describe(block)}: write block={block[1]}"])
+        raise UnsupportedProblem(f"block must be an int of at least 1; got {describe(block)}: write block={block[1]}")
     size = whole_number("block", block, 1)
     if size > MAX_SEQLEN:
-        raise UnsupportedProblem([f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}"])
+        raise UnsupportedProblem(f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}")
     return size
 
 
@@ -429,11 +427,9 @@ class Compressed(Mask):
     stride: int
 
     def __post_init__(self) -> None:
-        reasons: list[str] = []
-        for name in ("length", "stride"):
-            with collecting(reasons):
-                object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
-        refuse(reasons)
+        refuse(int_reasons(1, length=self.length, stride=self.stride))
+        object.__setattr__(self, "length", int(self.length))
+        object.__setattr__(self, "stride", int(self.stride))
 
     def resolve(self, shape: MaskShape) -> Mask:
         return Stairs(1, min(self.stride, UNBOUNDED), 1 - min(self.length, UNBOUNDED))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ..arrays import Array
 from .base import Mask
+from .coordinates import Intervals, LeadingArray
 
 
 class IntervalForm(NamedTuple):
@@ -41,3 +43,20 @@ class KernelIntervals(Mask):
     def interval_form(self) -> IntervalForm | None:
         """The inputs from which the kernel computes the intervals, or None if the mask holds no array."""
         raise NotImplementedError
+
+
+class BoundedRows(KernelIntervals):
+    """Row intervals of which the mask holds the bounds, once they are needed."""
+
+    @cached_property
+    def bounds(self) -> tuple[LeadingArray, LeadingArray]:
+        """The first key that each query attends, and one past the last; unused if the kernel computes them."""
+        raise NotImplementedError
+
+    @property
+    def _has_intervals(self) -> bool:
+        return True
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
+        first, end = self.bounds
+        return first.at(b, i), end.at(b, i)

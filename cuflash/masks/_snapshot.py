@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import numpy as np
@@ -15,6 +15,7 @@ from .content import opaque_values, token
 # Packages whose functions are assumed not to change.
 _FIXED = frozenset({"builtins", "cupy", "math", "numpy", "operator", "scipy"})
 _MISSING = object()
+Comparison: TypeAlias = Callable[[Any], bool]  # True if a value is like the copied one
 
 
 class Snapshot:
@@ -38,56 +39,15 @@ class Snapshot:
 
     def is_current(self) -> bool:
         """True if the contents of the mask have not changed."""
-        return all(copy.is_like(held()) for held, copy in self._held)
+        return all(is_like(held()) for held, is_like in self._held)
 
 
 class _Unseen(Exception):
     """Raised for a value that may change in place without detection."""
 
 
-class _Array:
-    def __init__(self, array: np.ndarray) -> None:
-        self.layout, self.copy = _layout(array), array.copy("K")
-
-    def is_like(self, value: Any) -> bool:
-        if type(value) is not np.ndarray or _layout(value) != self.layout:
-            return False
-        return bool((_words(value) == _words(self.copy)).all())
-
-
-class _Parts:
-    """Copies of the parts of a tuple, a function or a sparse array."""
-
-    def __init__(self, value: Any, inside: tuple[Any, ...]) -> None:
-        self.kind, self.parts = type(value), [_copied(part, (*inside, value)) for part in _parts(value)]
-
-    def is_like(self, value: Any) -> bool:
-        if type(value) is not self.kind:
-            return False
-        parts = list(_parts(value))
-        return len(parts) == len(self.parts) and all(copy.is_like(part) for copy, part in zip(self.parts, parts))
-
-
-class _Constant:
-    def __init__(self, value: Any) -> None:
-        self.token = token(value)
-
-    def is_like(self, value: Any) -> bool:
-        return bool(token(value) == self.token)
-
-
-class _Identity:
-    """A value that is compared by identity: it cannot change in place, or it is a function that calls itself."""
-
-    def __init__(self, value: Any) -> None:
-        self.held = ref(value) if type(value) is FunctionType else lambda: value
-
-    def is_like(self, value: Any) -> bool:
-        return value is self.held()
-
-
-def _copied(value: Any, inside: tuple[Any, ...]) -> _Array | _Parts | _Constant | _Identity:
-    """Copy a value that is nested inside other values.
+def _copied(value: Any, inside: tuple[Any, ...]) -> Comparison:
+    """Copy a value that is nested inside other values; return a comparison of the copy with other values.
 
     Raises
     ------
@@ -95,14 +55,30 @@ def _copied(value: Any, inside: tuple[Any, ...]) -> _Array | _Parts | _Constant 
         Changes to the value could not be detected.
     """
     if type(value) is np.ndarray and not value.dtype.hasobject:
-        return _Array(value)
+        layout, copy = _layout(value), value.copy("K")
+        return lambda other: type(other) is np.ndarray and _layout(other) == layout and _are_equal(other, copy)
     if value is _MISSING or _is_fixed(value) or any(value is each for each in inside):
-        return _Identity(value)
+        # It cannot change in place, or it is a function that calls itself.
+        held = ref(value) if type(value) is FunctionType else lambda: value
+        return lambda other: other is held()
     if type(value) in (FunctionType, tuple) or is_sparse(value):
-        return _Parts(value, inside)
-    if token(value) is None:
+        return _copied_parts(type(value), [_copied(part, (*inside, value)) for part in _parts(value)])
+    constant = token(value)
+    if constant is None:
         raise _Unseen
-    return _Constant(value)
+    return lambda other: bool(token(other) == constant)
+
+
+def _copied_parts(kind: type, copies: list[Comparison]) -> Comparison:
+    """Return a comparison of the parts of a tuple, a function or a sparse array."""
+
+    def is_like(other: Any) -> bool:
+        if type(other) is not kind:
+            return False
+        parts = list(_parts(other))
+        return len(parts) == len(copies) and all(copy(part) for copy, part in zip(copies, parts))
+
+    return is_like
 
 
 def _is_fixed(value: Any) -> bool:
@@ -162,6 +138,10 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _layout(array: np.ndarray) -> tuple[object, ...]:
     return array.shape, array.dtype
+
+
+def _are_equal(array: np.ndarray, copy: np.ndarray) -> bool:
+    return bool((_words(array) == _words(copy)).all())
 
 
 def _words(array: np.ndarray) -> np.ndarray:

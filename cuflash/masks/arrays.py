@@ -57,10 +57,8 @@ class Dense(Mask):
             raise TypeError(no_array("mask", self.allowed))
         if self.allowed.dtype != np.bool_:
             raise UnsupportedProblem(
-                [
-                    f"mask must be boolean, True = attend; got dtype {self.allowed.dtype}: "
-                    f"{fix_of_numbers('mask', argument, self.allowed.dtype)}"
-                ]
+                f"mask must be boolean, True = attend; got dtype {self.allowed.dtype}: "
+                f"{fix_of_numbers('mask', argument, self.allowed.dtype)}"
             )
 
     @property
@@ -77,12 +75,12 @@ class Dense(Mask):
         axes = tuple(self.allowed.shape)
         if not broadcasts_to(axes, full):
             rule = f"mask must broadcast to (*batch, num_heads, seqlen_q, seqlen_kv) = {full}"
-            raise UnsupportedProblem([f"{rule}; got shape {axes}{missing_axes('mask', axes, full)}"])
+            raise UnsupportedProblem(f"{rule}; got shape {axes}{missing_axes('mask', axes, full)}")
         return BlockGrid(LeadingArray.of(self.allowed, shape.batch, 3))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         if self.allowed.ndim > 2:
-            raise UnsupportedProblem(["Dense with leading axes depends on the batch: call .resolve(shape) first"])
+            raise UnsupportedProblem("Dense with leading axes depends on the batch: call .resolve(shape) first")
         return BlockGrid(LeadingArray.of(self.allowed, (), 3))(b, h, i, j)
 
 
@@ -122,7 +120,7 @@ class Sparse(Mask):
         if not is_sparse(self.matrix):
             raise TypeError(f"matrix must be a scipy.sparse array; got {describe(self.matrix)}: use masks.Dense")
         if self.matrix.ndim != 2:
-            raise UnsupportedProblem([f"a mask's matrix must have two axes; got shape {self.matrix.shape}"])
+            raise UnsupportedProblem(f"a mask's matrix must have two axes; got shape {self.matrix.shape}")
 
     @property
     def _own_lengths(self) -> tuple[int | None, int | None]:
@@ -132,10 +130,8 @@ class Sparse(Mask):
     def resolve(self, shape: MaskShape) -> Mask:
         if self.matrix.shape != shape[2:]:
             raise UnsupportedProblem(
-                [
-                    f"a scipy.sparse mask must have shape (seqlen_q, seqlen_kv) = {shape[2:]}; got "
-                    f"{self.matrix.shape}: BlockIndex.from_scipy takes blocks"
-                ]
+                f"a scipy.sparse mask must have shape (seqlen_q, seqlen_kv) = {shape[2:]}; got "
+                f"{self.matrix.shape}: BlockIndex.from_scipy takes blocks"
             )
         return BlockSet((1, 1, *shape[2:]), (1, 1), *sorted_places(self.matrix))
 
@@ -148,7 +144,7 @@ def without_padding(matrix: Array, lengths: tuple[int, int]) -> Array:
     rows = matrix.tocsr()
     inside = rows[: lengths[0], : lengths[1]]
     if (rows != 0).sum() > (inside != 0).sum():
-        raise UnsupportedProblem([f"matrix must have no nonzero beyond the lengths {lengths}; got some in its padding"])
+        raise UnsupportedProblem(f"matrix must have no nonzero beyond the lengths {lengths}; got some in its padding")
     return inside
 
 
@@ -213,10 +209,8 @@ class FromFunction(Mask):
         library, answered = namespace(b, h, i, j).__name__, namespace(allowed).__name__
         if library != answered and is_array(allowed):
             raise UnsupportedProblem(
-                [
-                    f"FromFunction's function must return {library} arrays for {library} coordinates; got an array of "
-                    f"{answered}: use arrays of {library}, or build a BlockIndex of the mask with NumPy and pass that"
-                ]
+                f"FromFunction's function must return {library} arrays for {library} coordinates; got an array of "
+                f"{answered}: use arrays of {library}, or build a BlockIndex of the mask with NumPy and pass that"
             )
         return checked_answer("FromFunction's function", allowed, b, h, i, j)
 

@@ -589,7 +589,7 @@ class OnBlocks(Mask):
         grid = -(-shape.seqlen_q // self.block[0]), -(-shape.seqlen_kv // self.block[1])
         if self.mirrored and grid[0] != grid[1]:
             raise UnsupportedProblem(
-                [f"mirrored=True needs as many query blocks as key blocks; got {grid[0]} and {grid[1]}: change block"]
+                f"mirrored=True needs as many query blocks as key blocks; got {grid[0]} and {grid[1]}: change block"
             )
         return replace(self, mask=self.mask.resolve(MaskShape(shape.batch, shape.num_heads, *grid)))
 

@@ -128,6 +128,6 @@ class BlockPattern(Mask):
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         if len(self.blocks.shape) > 2 or is_sparse(self.blocks):
             raise UnsupportedProblem(
-                ["BlockPattern with leading axes or a sparse array depends on the shape: call .resolve(shape) first"]
+                "BlockPattern with leading axes or a sparse array depends on the shape: call .resolve(shape) first"
             )
         return self.blocks[widened(i) // self.block[0], widened(j) // self.block[1]]

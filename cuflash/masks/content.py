@@ -280,7 +280,7 @@ def mask_namespace(mask: Described | Array) -> Namespace:
     if len(spaces) > 1:
         names = ", ".join(sorted(space.__name__ for space in spaces))
         raise UnsupportedProblem(
-            [f"mask's arrays must all be of one array library; got arrays of {names}: convert them to one"]
+            f"mask's arrays must all be of one array library; got arrays of {names}: convert them to one"
         )
     return spaces.pop() if spaces else np
 

@@ -67,15 +67,13 @@ def checked_answer(who: str, allowed: Array, *coordinates: Array) -> Array:
     if getattr(allowed, "dtype", None) != np.bool_:
         kind = getattr(allowed, "dtype", type(allowed).__name__)
         fix = "compare it with 0" if is_array(allowed) else "use i >= j, np.where, & and | instead of if, and, or"
-        raise UnsupportedProblem([f"{who} must return a boolean array; got {kind}: {fix}"])
+        raise UnsupportedProblem(f"{who} must return a boolean array; got {kind}: {fix}")
     shapes = (getattr(coordinate, "shape", ()) for coordinate in coordinates)
     shape, wanted = tuple(allowed.shape), np.broadcast_shapes(*shapes)
     if not broadcasts_to(shape, wanted):
         raise UnsupportedProblem(
-            [
-                f"{who} must return an array that broadcasts to the shape of its coordinates, {wanted}; got shape "
-                f"{shape}: compute it from b, h, i and j, element by element"
-            ]
+            f"{who} must return an array that broadcasts to the shape of its coordinates, {wanted}; got shape "
+            f"{shape}: compute it from b, h, i and j, element by element"
         )
     return allowed
 
@@ -130,7 +128,7 @@ def per_batch(name: str, value: Array, batch: tuple[int, ...] | None) -> PerBatc
     if not is_array(value):
         return min(int(value), UNBOUNDED)
     if batch is None:
-        raise UnsupportedProblem([f"{name} per batch entry depends on the batch: call .resolve(shape) first"])
+        raise UnsupportedProblem(f"{name} per batch entry depends on the batch: call .resolve(shape) first")
     reasons = leading_reasons(name, tuple(value.shape), batch)
     refuse(reasons)
     return LeadingArray.of(value, batch, 0)

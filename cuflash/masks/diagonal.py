@@ -9,7 +9,7 @@ from ..errors import UnsupportedProblem
 from ..keywords import explains_keywords
 from .base import And, Band, Mask
 from .coordinates import UNBOUNDED, Intervals, PerBatch, clipped, of_batch, per_batch, widened
-from .fields import convert_sides, converted_length, take_arrays
+from .fields import KEYS, convert_sides, converted_length, take_arrays
 from .shape import MaskShape
 
 
@@ -21,13 +21,13 @@ class _Aligned(Mask):
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         if self.align == "bottom_right":
             raise UnsupportedProblem(
-                [f"{type(self).__name__}(align='bottom_right') depends on the lengths: call .resolve(shape) first"]
+                f"{type(self).__name__}(align='bottom_right') depends on the lengths: call .resolve(shape) first"
             )
         return self._at(0)(b, h, i, j)
 
     def resolve(self, shape: MaskShape) -> Mask:
         if self.align is None and shape.seqlen_q != shape.seqlen_kv:
-            raise UnsupportedProblem([alignment_reason(type(self).__name__, "align", shape)])
+            raise UnsupportedProblem(alignment_reason(type(self).__name__, "align", shape))
         return self._at(shape.seqlen_kv - shape.seqlen_q if self.align == "bottom_right" else 0)
 
     def _at(self, offset: int) -> Mask:
@@ -37,7 +37,7 @@ class _Aligned(Mask):
     def __post_init__(self) -> None:
         align = self.align
         if align is not None and not (isinstance(align, str) and align in ("bottom_right", "top_left")):
-            raise UnsupportedProblem([f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}"])
+            raise UnsupportedProblem(f"align must be 'bottom_right', 'top_left' or None; got {describe(align)}")
 
 
 def alignment_reason(subject: str, argument: str, shape: MaskShape) -> str:
@@ -114,7 +114,7 @@ class SlidingWindow(_Aligned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        convert_sides(self, "the window's keys on that side, or None for all")
+        convert_sides(self, KEYS)
 
     def _at(self, offset: int) -> Mask:
         return _band(offset, self.left, self.right)

@@ -10,10 +10,10 @@ import numpy as np
 from ..arrays import Array, describe, is_array, is_integer_dtype, namespace
 from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
-from ._interval_form import IntervalForm, KernelIntervals
+from ._interval_form import BoundedRows, IntervalForm
 from .base import Mask
 from .content import DeviceForm
-from .coordinates import Intervals, LeadingArray, leading_reasons
+from .coordinates import LeadingArray, leading_reasons
 from .fields import take_arrays
 from .shape import MaskShape
 
@@ -68,8 +68,14 @@ class Documents(Mask):
         refuse(reasons)
 
     @property
+    def _ids(self) -> tuple[Array, Array]:
+        """The ids of queries and of keys."""
+        return self.q_ids, self.q_ids if self.kv_ids is None else self.kv_ids
+
+    @property
     def _own_lengths(self) -> tuple[int | None, int | None]:
-        return int(self.q_ids.shape[-1]), int((self.q_ids if self.kv_ids is None else self.kv_ids).shape[-1])
+        q_ids, kv_ids = self._ids
+        return int(q_ids.shape[-1]), int(kv_ids.shape[-1])
 
     @property
     def _device_form(self) -> DeviceForm:
@@ -77,7 +83,7 @@ class Documents(Mask):
         return DeviceForm((self.q_ids,) if shares_ids else (self.q_ids, self.kv_ids))
 
     def resolve(self, shape: MaskShape) -> Mask:
-        kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
+        _, kv_ids = self._ids
         reasons: list[str] = []
         for name, ids, length in (("q_ids", self.q_ids, shape.seqlen_q), ("kv_ids", kv_ids, shape.seqlen_kv)):
             if ids.shape[-1] != length:
@@ -94,9 +100,9 @@ class Documents(Mask):
         return (SortedDocuments if is_sorted else ResolvedDocuments)(q_leading, kv_leading)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
+        _, kv_ids = self._ids
         if self.q_ids.ndim != 1 or kv_ids.ndim != 1:
-            raise UnsupportedProblem(["Documents with leading axes depends on the batch: call .resolve(shape) first"])
+            raise UnsupportedProblem("Documents with leading axes depends on the batch: call .resolve(shape) first")
         return _are_equal(self.q_ids[i], kv_ids[j])
 
 
@@ -154,7 +160,7 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SortedDocuments(KernelIntervals):
+class SortedDocuments(BoundedRows):
     """The resolved form of `Documents` with sorted ids or, if `kv_ids` is None, with adjacent ids of each document."""
 
     q_ids: LeadingArray
@@ -162,20 +168,11 @@ class SortedDocuments(KernelIntervals):
 
     @cached_property
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
-        """The first key that each query attends, and one past the last; unused if the kernel computes them."""
         return _run_bounds(self.q_ids) if self.kv_ids is None else _document_bounds(self.q_ids, self.kv_ids)
-
-    @property
-    def _has_intervals(self) -> bool:
-        return True
 
     @property
     def interval_form(self) -> IntervalForm:
         return IntervalForm("documents", self.q_ids.array, None if self.kv_ids is None else self.kv_ids.array)
-
-    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        first, end = self.bounds
-        return first.at(b, i), end.at(b, i)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,7 +12,9 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
 from .base import Mask
 from .content import held_arrays
+from .shape import MAX_SEQLEN
 
+KEYS = "the window's keys on that side, or None for all"
 _Mask = TypeVar("_Mask", bound=Mask)
 
 
@@ -70,6 +72,23 @@ def convert_sides(mask: Mask, meaning: str) -> None:
         object.__setattr__(mask, name, converted_side(name, getattr(mask, name), meaning))
 
 
+def window_sides(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """Return the sides of a window as ints, or None for no limit.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The window is not a pair of ints of at least 0 or None.
+    """
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(side is None or is_int(side) for side in window):
+        fix = f": ({describe(window)}, 0) is {describe(window)} keys before the diagonal, and the diagonal"
+        fix = fix if is_int(window) and 0 <= window <= MAX_SEQLEN else ""
+        raise UnsupportedProblem(f"window must be (left, right), each an int or None; got {describe(window)}{fix}")
+    left, right = (converted_side(f"window's {name}", side, KEYS) for name, side in zip(("left", "right"), window))
+    return left, right
+
+
 def converted_side(name: str, side: int | None, meaning: str) -> int | None:
     """Return one side of a window as an int, or None for no limit (which other libraries write as -1)."""
     fix = "write None, which is what -1 means in flash-attention" if is_int(side) and side == -1 else ""
@@ -81,5 +100,5 @@ def converted_length(name: str, value: Array) -> Array:
         return int(value)
     if not (is_array(value) and is_integer_dtype(value.dtype)):
         rule = f"{name} must be an int of at least 0, or an integer array over the leading axes"
-        raise UnsupportedProblem([f"{rule}; got {describe(value)}"])
+        raise UnsupportedProblem(f"{rule}; got {describe(value)}")
     return value

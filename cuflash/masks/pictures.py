@@ -15,7 +15,7 @@ from ..arrays import Array, describe, is_int, to_host, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse
 from .content import mask_namespace
 from .coordinates import elements
-from .shape import MaskShape, block_pair
+from .shape import BlockSize, MaskShape, block_pair
 
 SYMBOLS = "·█▒"  # the symbols of absent, full and partial blocks
 COLOURS = ("#ffffff", "#1f4e79", "#9dc3e6")
@@ -25,7 +25,7 @@ _CELLS = 64  # maximum number of cells along the longer side of an SVG
 
 
 def shown_states(
-    mask: Any, shape: MaskShape, block: Any, b: int, h: int, *, most_cols: int, most_rows: int | None = None
+    mask: Any, shape: MaskShape, block: BlockSize, b: int, h: int, *, most_cols: int, most_rows: int | None = None
 ) -> tuple[Array, tuple[int, int]]:
     """Return the states of one matrix of a mask, and their block size: a multiple of `block` within the size limits.
 
@@ -157,7 +157,7 @@ def plotted(states: Array, lengths: tuple[int, int], block: tuple[int, int], ax:
     if ax is None:
         ax = pyplot.subplots()[1]
     elif not hasattr(ax, "imshow"):
-        raise UnsupportedProblem([f"ax must be the axes of a matplotlib figure; got {type(ax).__name__}"])
+        raise UnsupportedProblem(f"ax must be the axes of a matplotlib figure; got {type(ax).__name__}")
     num_rows, num_cols = states.shape
     extent = (0, num_cols * block[1], num_rows * block[0], 0)
     ax.imshow(states, cmap=colors.ListedColormap(COLOURS), vmin=0, vmax=2, extent=extent, interpolation="nearest")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, describe, is_array, is_int, namespace
+from ..arrays import Array, int_reasons, is_array, namespace
 from .base import And, Band, Mask, intersection
 from .coordinates import Intervals, clipped, elements
 from .shape import MAX_SEQLEN, MaskShape
@@ -64,11 +64,7 @@ class Places(NamedTuple):
 
     def reasons(self, shape: MaskShape) -> list[str]:
         """Return the reasons why a call of this shape does not fit at these positions."""
-        reasons = [
-            f"{name} must be an int from 0 to {MAX_SEQLEN}; got {describe(start)}"
-            for name, start in (("q_start", self.q_start), ("kv_start", self.kv_start))
-            if not (is_int(start) and 0 <= start <= MAX_SEQLEN)
-        ]
+        reasons = int_reasons(0, MAX_SEQLEN, q_start=self.q_start, kv_start=self.kv_start)
         if reasons:
             return reasons
         ends = self.whole(shape)
@@ -107,7 +103,7 @@ class Placed(Mask):
     """A resolved mask of a larger call at the queries and keys of a part of it."""
 
     mask: Mask
-    places: Any  # Places
+    places: Places
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         return elements(self.mask, *self.places.coordinates(b, h, i, j))

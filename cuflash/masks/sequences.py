@@ -7,18 +7,17 @@ from functools import cached_property
 
 import numpy as np
 
-from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_int, is_integer_dtype, namespace
+from ..arrays import Array, describe, flag_reasons, is_array, is_flag, is_integer_dtype, namespace
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..scores.offsets import end_reasons, offset_reasons, pair_reasons
-from ._interval_form import IntervalForm, KernelIntervals
+from ._interval_form import BoundedRows, IntervalForm
 from .base import Mask
 from .content import DeviceForm
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, clipped, leading_reasons
-from .fields import converted_side, take_arrays, taken_array
+from .fields import take_arrays, taken_array, window_sides
 from .shape import MaskShape
 
-__all__ = ["Sequences"]
 
 _ALIGNMENTS = ("bottom_right", "top_left")
 
@@ -99,7 +98,7 @@ class Sequences(Mask):
         object.__setattr__(self, "allow_gaps", not reasons and bool(self.allow_gaps))
         reasons += self._offset_reasons()
         with collecting(reasons):
-            object.__setattr__(self, "window", _checked_window(self.window))
+            object.__setattr__(self, "window", None if self.window is None else window_sides(self.window))
         if is_flag(self.causal):
             object.__setattr__(self, "causal", bool(self.causal))
         elif not (isinstance(self.causal, str) and self.causal in _ALIGNMENTS):
@@ -184,7 +183,7 @@ class Sequences(Mask):
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         kv_offsets = self.q_offsets if self.kv_offsets is None else self.kv_offsets
         if self.q_offsets.ndim != 1 or kv_offsets.ndim != 1:
-            raise UnsupportedProblem(["Sequences with leading axes depends on the batch: call .resolve(shape) first"])
+            raise UnsupportedProblem("Sequences with leading axes depends on the batch: call .resolve(shape) first")
         lo, hi = self._keys_of(i, as_int64(self.q_offsets), as_int64(kv_offsets))
         return (lo <= j) & (j < hi)
 
@@ -279,7 +278,7 @@ class Sequences(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ResolvedSequences(KernelIntervals):
+class ResolvedSequences(BoundedRows):
     """The resolved form of `Sequences`."""
 
     source: Sequences
@@ -287,7 +286,6 @@ class ResolvedSequences(KernelIntervals):
 
     @cached_property
     def bounds(self) -> tuple[LeadingArray, LeadingArray]:
-        """The first key that each query attends, and one past the last; unused if the kernel computes them."""
         q, kv = as_int64(self.source.arrays[0]), as_int64(self.source.arrays[-1])
         xp, batch = namespace(q, kv), self.shape.batch
         leading = np.broadcast_shapes(q.shape[:-1], kv.shape[:-1])
@@ -299,10 +297,6 @@ class ResolvedSequences(KernelIntervals):
         return LeadingArray.of(lo, batch, 1), LeadingArray.of(hi, batch, 1)
 
     @property
-    def _has_intervals(self) -> bool:
-        return True
-
-    @property
     def interval_form(self) -> IntervalForm:
         source = self.source
         left, right = source.window or (None, None)
@@ -311,32 +305,18 @@ class ResolvedSequences(KernelIntervals):
             source.causal == "bottom_right",
         )  # fmt: skip
 
-    def intervals(self, b: Array, h: Array, i: Array) -> Intervals:
-        lo, hi = self.bounds
-        return lo.at(b, i), hi.at(b, i)
-
-
-def _checked_window(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None] | None:
-    if window is None:
-        return None
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not is_pair or not all(side is None or is_int(side) for side in window):
-        raise UnsupportedProblem([f"window must be (left, right), each an int or None; got {describe(window)}"])
-    left, right = (converted_side("window's sides", side, "keys on that side, or None for all") for side in window)
-    return left, right
-
 
 def _sums(name: str, lengths: Array) -> Array:
     """Return the offsets of sequences from their lengths, int64 [..., num_sequences + 1], on the same device."""
     lengths = taken_array(name, lengths)
     if not (is_array(lengths) and lengths.ndim >= 1 and is_integer_dtype(lengths.dtype)):
         raise UnsupportedProblem(
-            [f"{name} must be a list of ints of at least 0, or an integer array (..., num_sequences); "
-             f"got {describe(lengths)}"]
-        )  # fmt: skip
+            f"{name} must be a list of ints of at least 0, or an integer array (..., num_sequences); "
+            f"got {describe(lengths)}"
+        )
     xp = namespace(lengths)
     if xp is np and lengths.size and lengths.min() < 0:
-        raise UnsupportedProblem([f"{name} must be at least 0; got {int(lengths.min())}"])
+        raise UnsupportedProblem(f"{name} must be at least 0; got {int(lengths.min())}")
     offsets = xp.zeros((*lengths.shape[:-1], lengths.shape[-1] + 1), dtype=np.int64)
     offsets[..., 1:] = xp.cumsum(as_int64(lengths), axis=-1)
     return offsets

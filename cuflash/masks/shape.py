@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from ..arrays import describe, is_int, whole_number
-from ..errors import UnsupportedProblem, collecting, refuse
+from ..arrays import describe, int_reasons, is_int
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
+
+BlockSize: TypeAlias = int | tuple[int, int]  # the side of a square block, or (block_q, block_kv)
 
 _Mask = TypeVar("_Mask")
 MAX_SEQLEN = 1 << 30  # the sum of two lengths, or of a length and a tile, fits int32
@@ -47,13 +49,11 @@ class MaskShape(_Extents):
         is_tuple = isinstance(batch, (tuple, list))
         if not is_tuple:
             reasons.append(f"batch must be a tuple of ints, the extents of the leading axes; got {describe(batch)}")
-        extents = [(f"batch[{axis}]", extent) for axis, extent in enumerate(batch if is_tuple else ())]
-        numbers = []
-        for name, value in (*extents, ("num_heads", num_heads), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
-            with collecting(reasons):
-                numbers.append(whole_number(name, value, 0))
-        refuse(reasons)
-        return super().__new__(cls, tuple(numbers[:-3]), *numbers[-3:])
+        extents = {f"batch[{axis}]": extent for axis, extent in enumerate(batch if is_tuple else ())}
+        extents |= {"num_heads": num_heads, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+        refuse(reasons + int_reasons(0, **extents))
+        *leading, num_heads, seqlen_q, seqlen_kv = map(int, extents.values())
+        return super().__new__(cls, tuple(leading), num_heads, seqlen_q, seqlen_kv)
 
     @property
     def num_batch(self) -> int:
@@ -120,13 +120,9 @@ def length_reasons(shape: MaskShape) -> list[str]:
     ]
 
 
-def count_reasons(**lengths: object) -> list[str]:
+def count_reasons(**lengths: int) -> list[str]:
     """Return the reasons why lengths, or numbers of heads, are refused."""
-    return [
-        f"{name} must be an int from 0 to 2**63 - 1; got {describe(length)}"
-        for name, length in lengths.items()
-        if not (is_int(length) and 0 <= length < 2**63)  # type: ignore[operator]
-    ]
+    return int_reasons(0, 2**63 - 1, **lengths)
 
 
 def shape_reasons(shape: MaskShape) -> list[str]:
@@ -144,23 +140,20 @@ def whole_shape(seqlen_q: int, seqlen_kv: int | None, batch: tuple[int, ...], nu
     return shape
 
 
-def block_pair(block: Any) -> tuple[int, int]:
+def block_pair(block: BlockSize) -> tuple[int, int]:
     """Return (block_q, block_kv) from one int or two.
 
     >>> block_pair(64), block_pair((64, 128))
     ((64, 64), (64, 128))
     """
-    pair = (block, block) if is_int(block) else block
-    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-    if not is_pair or not all(is_int(side) and 1 <= side < 2**63 for side in pair):
+    pair = block if isinstance(block, (tuple, list)) else (block, block)
+    if len(pair) != 2 or not all(is_int(side) and 1 <= side < 2**63 for side in pair):
         raise UnsupportedProblem(
-            [
-                f"block must be an int of at least 1, and less than 2**63, or two of them (block_q, block_kv); got "
-                f"{describe(block)}"
-            ]
+            f"block must be an int of at least 1, and less than 2**63, or two of them (block_q, block_kv); got "
+            f"{describe(block)}"
         )
     if max(pair) > MAX_SEQLEN:
-        raise UnsupportedProblem([f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}"])
+        raise UnsupportedProblem(f"block must be at most {MAX_SEQLEN}, the longest length; got {describe(block)}")
     return int(pair[0]), int(pair[1])
 
 

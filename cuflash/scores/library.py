@@ -22,7 +22,6 @@ from ..layouts import dtype_of, is_differentiated, is_tensor
 from .score import UNALIGNED, Score
 from .trace import key_shift, tanh_fast
 
-__all__ = ["alibi", "alibi_slopes", "bias", "relative_position", "relative_position_2d", "softcap", "temperature"]
 
 _Parameters = ParamSpec("_Parameters")
 _MOST = 1 << 30  # maximum number of tokens or heads
@@ -147,7 +146,7 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
     if dtype_of(slopes) not in DTYPES:
         method = "to" if is_tensor(slopes) else "astype"
         reason = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
-        raise UnsupportedProblem([reason])
+        raise UnsupportedProblem(reason)
 
     def alibi(s: Array, b: Array, h: Array, i: Array, j: Array, slopes: Array) -> Array:
         distance = i - j + key_shift(i) if align == "bottom_right" else i - j
@@ -224,7 +223,7 @@ def bias(array: Array) -> Score:
     if dtype not in DTYPES:
         floats = "bias.float()" if is_tensor(array) else "bias.astype(np.float32)"
         fix = "a bool array is a mask: write mask=bias" if dtype == np.bool else f"write {floats}"
-        raise UnsupportedProblem([f"bias must be {', '.join(map(str, DTYPES))}; got {array.dtype}: {fix}"])
+        raise UnsupportedProblem(f"bias must be {', '.join(map(str, DTYPES))}; got {array.dtype}: {fix}")
     # An axis of length 1 is broadcast: it is always read at index 0.
     is_single = [extent == 1 for extent in array.shape[-3:]]
     num_leading = max(array.ndim - 3, 0)
@@ -358,7 +357,7 @@ def relative_position_2d(table: Array, width: int) -> Score:
     height = (int(table.shape[1]) + 1) // 2
     if tuple(table.shape[1:]) != (2 * height - 1, 2 * width - 1):
         raise UnsupportedProblem(
-            [f"table must have shape (num_heads, 2 height - 1, {2 * width - 1}); got {tuple(table.shape)}"]
+            f"table must have shape (num_heads, 2 height - 1, {2 * width - 1}); got {tuple(table.shape)}"
         )
 
     def relative_position_2d(s: Array, b: Array, h: Array, i: Array, j: Array, table: Array) -> Array:
@@ -443,7 +442,7 @@ def _count(name: str, value: Any) -> int:
     """
     if is_int(value) and 1 <= value <= _MOST:
         return int(value)
-    raise UnsupportedProblem([f"{name} must be an int from 1 to 2**30; got {describe(value)}"])
+    raise UnsupportedProblem(f"{name} must be an int from 1 to 2**30; got {describe(value)}")
 
 
 _FIXES_OF_NUMBERS = {
@@ -462,4 +461,4 @@ def _require_axes(name: str, array: Array, rank: int) -> None:
     if not _has_axes(array):
         raise TypeError(no_array(name, array))
     if array.ndim != rank:
-        raise UnsupportedProblem([f"{name} must have {rank} axes; got shape {tuple(array.shape)}"])
+        raise UnsupportedProblem(f"{name} must have {rank} axes; got shape {tuple(array.shape)}")

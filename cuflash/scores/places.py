@@ -16,7 +16,6 @@ from .offsets import end_reasons, offset_reasons, pair_reasons
 from .score import MAX_ARRAYS, RESTARTED, UNALIGNED, Score
 from .trace import shifted_by
 
-__all__ = ["in_cache", "within"]
 
 _STARTS = ("q_starts", "kv_starts", "q_shifts")
 _FARTHEST = 1 << 30  # the largest sequence length
@@ -146,7 +145,7 @@ def _taken_array(name: str, value: Array) -> Array:
     offsets = of_list(name, value, np.int64)
     if is_tracer(offsets):
         fix = "close over the offsets, or name them in static_argnames of jax.jit"
-        raise UnsupportedProblem([f"{name} must be known when JAX traces the call; got a tracer: {fix}"])
+        raise UnsupportedProblem(f"{name} must be known when JAX traces the call; got a tracer: {fix}")
     if is_foreign(offsets):
         return taken_on_cuda(name, offsets) if is_on_cuda(name, offsets) else taken(name, offsets, np)
     return offsets

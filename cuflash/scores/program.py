@@ -198,17 +198,18 @@ class Builder:
         """Add a number that is an argument of the program; a few numbers that simplify it become constants."""
         if value in FOLDED_NUMBERS and (value or math.copysign(1, value) > 0):
             return self.const(value)
-        slot = self._slots.setdefault(value.hex(), self._num_given + len(self.numbers))
-        if slot == self._num_given + len(self.numbers):
-            self.numbers.append(value)
-        return self.put("number", "real", value=slot)
+        return self.put("number", "real", value=self._slot(value.hex(), value))
 
     def shift(self) -> int:
         """Add seqlen_kv - seqlen_q of the call, an integer: 0 until `planning.score_operands.numbers_of` sets it."""
-        slot = self._slots.setdefault("shift", self._num_given + len(self.numbers))
+        return self.put("number", "int", value=self._slot("shift", 0.0))
+
+    def _slot(self, name: str, value: float) -> int:
+        """Return the slot of a number; append the number if no slot has this name."""
+        slot = self._slots.setdefault(name, self._num_given + len(self.numbers))
         if slot == self._num_given + len(self.numbers):
-            self.numbers.append(0.0)
-        return self.put("number", "int", value=slot)
+            self.numbers.append(value)
+        return slot
 
     def load(self, array: int, indices: Iterable[int]) -> int:
         """Add a load from a captured array; if there are fewer indices than axes, b indexes the leading axes."""

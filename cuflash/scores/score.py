@@ -419,7 +419,7 @@ def _as_array(name: str, array: Array) -> Array:
         if is_on_cuda(name, array):
             kind = f"{kind_of(array)} on a CUDA device"
             raise UnsupportedProblem(
-                [f"{name} must be a NumPy or CuPy array; got {kind}: convert it with cupy.from_dlpack"]
+                f"{name} must be a NumPy or CuPy array; got {kind}: convert it with cupy.from_dlpack"
             )
         return taken(name, array, np)
     require_arrays({name: array})
@@ -462,10 +462,8 @@ def _type_of(name: str, array: Array) -> ArrayType:
     array_type = _array_type(name, dtype, tuple(array.shape))
     if array_type is None:
         raise UnsupportedProblem(
-            [
-                f"{name}'s dtype must be {', '.join(known.name for known in DTYPES)}, bool or an integer; got "
-                f"{dtype.str if not dtype.isnative else array.dtype}: convert it with {name}.astype"
-            ]
+            f"{name}'s dtype must be {', '.join(known.name for known in DTYPES)}, bool or an integer; got "
+            f"{dtype.str if not dtype.isnative else array.dtype}: convert it with {name}.astype"
         )
     return array_type
 

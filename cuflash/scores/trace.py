@@ -60,14 +60,14 @@ def trace(function: Callable[..., Array], arrays: Mapping[str, ArrayType]) -> tu
         result = function(*symbols, **captured)
         program, numbers = _finished(builder, builder.real(_number_of(builder, result, is_result=True)))
     except ProgramError as error:
-        raise UnsupportedProblem([_located(error, name, str(error))]) from None
+        raise UnsupportedProblem(_located(error, name, str(error))) from None
     except Exception as error:
         is_known = isinstance(error, (IndexError, TypeError, ValueError))
         refusal = (builder.refusal or _refusal_of_others(error)) if is_known else None
         if refusal is None:
             error.add_note(f"Raised in the score function {name}, which was called with symbols for s, b, h, i and j.")
             raise
-        raise UnsupportedProblem([_located(error, name, refusal)]) from error
+        raise UnsupportedProblem(_located(error, name, refusal)) from error
     reasons = []
     if len(program.instructions) > MAX_OPERATIONS:
         reasons.append(f"{name} must have at most {MAX_OPERATIONS} operations; got {len(program.instructions)}")
@@ -361,7 +361,7 @@ def _require_signature(
     except TypeError as error:
         wanted = ", ".join(["s", *COORDINATES, *captured])
         fix = "arrays follow j and are passed by name, Score(f, table=table)"
-        raise UnsupportedProblem([f"{name} must take ({wanted}); got {name}{signature}: {error}; {fix}"]) from None
+        raise UnsupportedProblem(f"{name} must take ({wanted}); got {name}{signature}: {error}; {fix}") from None
 
 
 def _located(error: Exception, name: str, refusal: str) -> str:

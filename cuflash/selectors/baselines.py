@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, whole_number
+from ..arrays import Array, Namespace, whole_number
 from ..blocks.index import BlockIndex
 from ..dropout import Rng, philox4x32, seed_drawn_from
 from ..errors import collecting
 from ..executors.selecting import FixedSelection, drawn
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
+from ..masks.shape import BlockSize
+from ..planning.options import Causality, MaskLike, Window
 from ..study._masses import block_mass
 from . import bound
 from .budget import Budget, Forced
@@ -30,11 +31,11 @@ def oracle(
     k: Array,
     *,
     budget: Budget,
-    block: Any = (128, 128),
+    block: BlockSize = (128, 128),
     forced: Forced = _DIAGONAL,
-    causal: bool | str = False,
-    mask: Any = None,
-    window: Any = None,
+    causal: Causality = False,
+    mask: MaskLike | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     share: str = "query",
     executor: str = "auto",
@@ -102,11 +103,11 @@ def random(
     k: Array,
     *,
     budget: Budget,
-    block: Any = (128, 128),
+    block: BlockSize = (128, 128),
     forced: Forced = _DIAGONAL,
-    causal: bool | str = False,
-    mask: Any = None,
-    window: Any = None,
+    causal: Causality = False,
+    mask: MaskLike | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     share: str = "query",
     seed: int = 0,
@@ -175,7 +176,7 @@ def random(
     return selected(grid, budget, forced, estimate, share=share)
 
 
-def _drawn(xp: Any, shape: tuple[int, ...], seed: int, rows: slice | None = None) -> Array:
+def _drawn(xp: Namespace, shape: tuple[int, ...], seed: int, rows: slice | None = None) -> Array:
     """Return uniform 24-bit numbers in [0, 1), float32, that depend only on the position and the seed.
 
     Parameters
@@ -205,11 +206,11 @@ def local(
     k: Array,
     *,
     budget: Budget,
-    block: Any = (128, 128),
+    block: BlockSize = (128, 128),
     forced: Forced = _DIAGONAL,
-    causal: bool | str = False,
-    mask: Any = None,
-    window: Any = None,
+    causal: Causality = False,
+    mask: MaskLike | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     share: str = "query",
 ) -> BlockIndex | ChosenBlocks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -15,10 +14,11 @@ from ..executors import checks, gpu
 from ..executors.index_maker import IndexMaker, maker_of
 from ..executors.selecting import FixedSelection, Lists, Selection, Step
 from ..masks import ChosenBlocks
+from ..masks.base import Mask
 from ..planning._call_cache import CALLS
 from ..planning.launches import Workspace
 from ..planning.list_kernels import AT_CALL
-from ..planning.options import Options
+from ..planning.options import Causality, MaskLike, Options, Window
 from ..planning.selection_kernels import (
     ChoiceRule, crossing, drawing, key_scoring, means_shape, num_distances, num_key_runs, num_words, page_bounding,
     pooling, runs_of_rows, slash_summing, spreading, wide_choosing,
@@ -32,8 +32,8 @@ _MOST_AXES = 6  # maximum number of axes for the kernel of means
 
 
 def key_of(
-    name: str, q: Any, k: Any, block: Any, budget: Any, forced: Any, causal: Any, mask: Any, window: Any, scale: Any,
-    executor: Any = "auto", *more: Any,
+    name: str, q: Array, k: Array, block: Hashable, budget: Budget, forced: Forced, causal: Causality,
+    mask: MaskLike | None, window: Window | None, scale: float | None, executor: str = "auto", *more: Hashable,
 ) -> Hashable:  # fmt: skip
     """Return the cache key of a selector's call; None if it has a mask, or cannot run with kernels only."""
     if mask is not None or window is not None:
@@ -109,7 +109,7 @@ def of_masses(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
     return _by_scores(grid, [(mass.launches, {})], _workspaces(mass), budget, forced)
 
 
-def of_places(grid: Grid, blocks: Any) -> FixedSelection | None:
+def of_places(grid: Grid, blocks: np.ndarray) -> FixedSelection | None:
     """Bind the selection of blocks, a NumPy array that all heads share; return None if no kernel builds the index.
 
     The result is also None during stream capture, because the copy of the blocks would become part of the graph.
@@ -213,12 +213,12 @@ def _is_empty(grid: Grid) -> bool:
     return 0 in (grid.shape.num_batch, grid.shape.num_heads, grid.shape.seqlen_q, grid.shape.seqlen_kv)
 
 
-def _means(rows: Any, side: int) -> Workspace:
+def _means(rows: Array, side: int) -> Workspace:
     """Return the workspace for means of blocks of `side` rows."""
     return Workspace(means_shape(rows.shape, side), accumulator_dtype(rows.dtype))
 
 
-def _masses(grid: Grid, q: Workspace, k: Workspace, block: tuple[int, int], mask: Any) -> BoundMass | None:
+def _masses(grid: Grid, q: Workspace, k: Workspace, block: tuple[int, int], mask: Mask | None) -> BoundMass | None:
     """Bind the computation of masses from rows in workspaces."""
     rows = [namespace(grid.q).empty(each.shape, each.dtype) for each in (q, k)]
     return bound_block_mass(rows[0], rows[1], block, mask, grid.scale)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, is_flag, is_int, is_number, namespace
+from ..arrays import Array, describe, int_reasons, is_flag, is_int, is_number, Namespace, namespace
 from ..errors import refuse
 from ..keywords import explains_keywords
 
@@ -71,15 +70,13 @@ class Budget:
         if len(set_names) != 1:
             got = " and ".join(set_names) or "none of them"
             reasons.append(f"a budget must have exactly one of top_k, mass, threshold and density; got {got}")
-        if self.top_k is not None and not (is_int(self.top_k) and self.top_k >= 1):
-            reasons.append(f"top_k must be an int of at least 1; got {describe(self.top_k)}")
+        reasons += [] if self.top_k is None else int_reasons(1, top_k=self.top_k)
         for name, part in (("mass", self.mass), ("density", self.density)):
             if part is not None and not (is_number(part) and 0 < part <= 1):
                 reasons.append(f"{name} must be a number above 0 and at most 1; got {describe(part)}")
         if self.threshold is not None and not (is_number(self.threshold) and np.isfinite(self.threshold)):
             reasons.append(f"threshold must be a finite number; got {describe(self.threshold)}")
-        if not (is_int(self.min_blocks) and self.min_blocks >= 0):
-            reasons.append(f"min_blocks must be an int of at least 0; got {describe(self.min_blocks)}")
+        reasons += int_reasons(0, min_blocks=self.min_blocks)
         if self.max_blocks is not None and not reasons:
             least = max(1, self.min_blocks, self.top_k or 0)
             if not (is_int(self.max_blocks) and self.max_blocks >= least):
@@ -163,11 +160,7 @@ class Forced:
     diagonal: bool = True
 
     def __post_init__(self) -> None:
-        reasons = [
-            f"{name} must be an int of at least 0; got {describe(count)}"
-            for name, count in (("sink", self.sink), ("local", self.local))
-            if not (is_int(count) and count >= 0)
-        ]
+        reasons = int_reasons(0, sink=self.sink, local=self.local)
         if not is_flag(self.diagonal):
             reasons.append(f"diagonal must be True or False; got {describe(self.diagonal)}")
         refuse(reasons)
@@ -193,7 +186,7 @@ class Diagonal:
     is_met: Array
 
     @classmethod
-    def of(cls, xp: Any, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
+    def of(cls, xp: Namespace, lengths: tuple[int, int], block: tuple[int, int], offset: int) -> Diagonal:
         """Create the diagonal of a grid of blocks that aligns query i with key i + offset."""
         num_rows, num_columns = (-(-length // side) for length, side in zip(lengths, block))
         column = xp.arange(num_columns)
@@ -213,7 +206,7 @@ class Diagonal:
         return is_forced | (self.column < forced.sink) if forced.sink else is_forced
 
 
-def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Budget) -> Array:
+def choose(scores: Array, weights: Array, eligible: Array | None, forced: Array | None, budget: Budget) -> Array:
     """Return which blocks of each row are kept, bool [..., num_kv_blocks].
 
     Parameters
@@ -230,7 +223,7 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
         return xp.zeros(scores.shape, dtype=bool)
     keys = _keys(scores, eligible, forced)
     count = min(max(budget.top_k or 0, budget.min_blocks), scores.shape[-1])
-    last: Any = _NOT_FORCED - 1
+    last: Array | int = _NOT_FORCED - 1
     part = budget.part
     if count or part is not None:
         in_order = xp.sort(keys, axis=-1)
@@ -250,7 +243,7 @@ def choose(scores: Array, weights: Array, eligible: Any, forced: Any, budget: Bu
     return is_kept & (keys <= xp.sort(keys, axis=-1)[..., budget.max_blocks - 1 : budget.max_blocks])
 
 
-def _keys(scores: Array, eligible: Any, forced: Any) -> Array:
+def _keys(scores: Array, eligible: Array | None, forced: Array | None) -> Array:
     """Compute sort keys, int64 and distinct within a row, in whose ascending order blocks are kept.
 
     The upper half encodes the float32 score in descending order, where -0 equals 0 and NaN is the least; the lower half

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,8 @@ class Estimate(NamedTuple):
 
     scores: Array
     shares: Array | None
-    extra: Any = None
-    allowed: Any = None
+    extra: Array | None = None
+    allowed: Array | None = None
 
 
 Estimates = Callable[[Grid], Estimate]
@@ -136,10 +136,8 @@ def list_length(grid: Grid, forced: Forced, *counts: int | None) -> int | None:
         return None
     if None in counts:
         raise UnsupportedProblem(
-            [
-                f"budget must have max_blocks, the length of each query's list, with block={grid.block} and a mass or "
-                "a threshold; got None: write Budget(..., max_blocks=16)"
-            ]
+            f"budget must have max_blocks, the length of each query's list, with block={grid.block} and a mass or "
+            "a threshold; got None: write Budget(..., max_blocks=16)"
         )
     return min(sum(count or 0 for count in counts) + _num_forced(forced), grid.size[1])
 
@@ -162,14 +160,12 @@ def length_within(grid: Grid, budget: Budget, forced: Forced, has_extra: bool = 
     num_blocks, must, most = grid.size[1], _num_forced(forced), budget.max_blocks
     if most is not None and most < min(must, num_blocks):
         raise UnsupportedProblem(
-            [f"max_blocks must be at least {must}, the blocks that forced keeps for each query; got {most}"]
+            f"max_blocks must be at least {must}, the blocks that forced keeps for each query; got {most}"
         )
     if has_extra and most is None:
         raise UnsupportedProblem(
-            [
-                "budget must have max_blocks, the length of each query's list, with self_similarity, which keeps any "
-                "number of blocks; got None: write Budget(..., max_blocks=16)"
-            ]
+            "budget must have max_blocks, the length of each query's list, with self_similarity, which keeps any "
+            "number of blocks; got None: write Budget(..., max_blocks=16)"
         )
     list_length(grid, forced, count := count_within(budget, num_blocks))
     count = most if has_extra else count
@@ -203,7 +199,7 @@ def _pieces(grid: Grid, columns: int) -> Iterator[Grid]:
         yield replace(piece, mask=Band() if stairs is None else stairs)
 
 
-def share_reasons(share: Any) -> list[str]:
+def share_reasons(share: str) -> list[str]:
     """Return why a value of share= is refused; an empty list if it is valid."""
     if share in (QUERY, GROUP) and isinstance(share, str):
         return []

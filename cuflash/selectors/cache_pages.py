@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ..executors.selecting import Lists, Selection
 from ..masks import ChosenBlocks, MaskShape
 from ..planning._call_cache import CALLS
 from ..planning.list_kernels import AT_CALL
+from ..planning.options import Causality
 from ..planning.page_choice import page_choosing
 from .budget import Budget, Forced
 from .by_query import GROUP, Estimate, kept_blocks, length_within, lists_of
@@ -30,7 +31,7 @@ class PageOptions(NamedTuple):
 
     budget: Budget
     forced: Forced
-    causal: bool | str
+    causal: Causality
     scale: float | None
     share: str
 
@@ -111,7 +112,7 @@ def chosen_pages(q: Array, pages: BoundedPages, options: PageOptions, reasons: l
 
 def _of_sequence(
     grid: Grid, bounds: Array, num_keys: int, sequence: int, options: PageOptions, length: int
-) -> Any:  # fmt: skip
+) -> Array:  # fmt: skip
     """Return the lists of the queries of a sequence, int32 [lists, queries, length], from the bounds of its pages."""
     num_queries, wide = grid.shape.seqlen_q, accumulator_dtype(grid.q.dtype)
     one = replace(

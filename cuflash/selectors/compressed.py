@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 from ..arrays import Array, accumulator_dtype, describe, is_array, is_int, namespace, no_array
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
+from ..masks.shape import BlockSize
+from ..planning.options import Causality, MaskLike, Window
 from ..plans.conversion import as_arrays
 from ..study._masses import block_mass, require_served
 from . import bound, masked
@@ -26,12 +27,12 @@ def nsa(
     k: Array,
     *,
     budget: Budget,
-    block: Any = (128, 128),
+    block: BlockSize = (128, 128),
     compression: tuple[int, int] = (32, 16),
     forced: Forced = _INITIAL_AND_LOCAL,
-    causal: bool | str = False,
-    mask: Any = None,
-    window: Any = None,
+    causal: Causality = False,
+    mask: MaskLike | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     compressed_k: Array | None = None,
     lse: Array | None = None,
@@ -178,13 +179,11 @@ def _optional_arrays(
     return arrays[0], arrays[1]
 
 
-def _checked_compression(compression: Any) -> tuple[int, int]:
+def _checked_compression(compression: tuple[int, int]) -> tuple[int, int]:
     is_pair = isinstance(compression, (tuple, list)) and len(compression) == 2
     if not is_pair or not all(is_int(each) and each >= 1 for each in compression) or compression[0] % compression[1]:
         raise UnsupportedProblem(
-            [
-                f"compression must be two ints of at least 1, keys and a stride that divides them; got "
-                f"{describe(compression)}: NSA uses (32, 16)"
-            ]
+            f"compression must be two ints of at least 1, keys and a stride that divides them; got "
+            f"{describe(compression)}: NSA uses (32, 16)"
         )
     return int(compression[0]), int(compression[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,9 @@ from ..blocks.index import BlockIndex
 from ..errors import collecting, refuse
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
+from ..masks.base import Mask
+from ..masks.shape import BlockSize
+from ..planning.options import Causality, MaskLike, Window
 from ..study._masses import block_mass, require_served
 from . import bound, masked
 from .budget import Budget, Forced
@@ -28,11 +30,11 @@ def pooled(
     k: Array,
     *,
     budget: Budget,
-    block: Any = (128, 128),
+    block: BlockSize = (128, 128),
     forced: Forced = _DIAGONAL,
-    causal: bool | str = False,
-    mask: Any = None,
-    window: Any = None,
+    causal: Causality = False,
+    mask: MaskLike | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     pool_queries: bool = True,
     self_similarity: float | None = None,
@@ -135,12 +137,12 @@ def antidiagonal(
     k: Array,
     *,
     budget: Budget,
-    block: Any = (128, 128),
+    block: BlockSize = (128, 128),
     stride: int = 8,
     forced: Forced = _DIAGONAL,
-    causal: bool | str = False,
-    mask: Any = None,
-    window: Any = None,
+    causal: Causality = False,
+    mask: MaskLike | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     executor: str = "auto",
 ) -> BlockIndex | ChosenBlocks:
@@ -230,7 +232,7 @@ class _ByMeans:
 
     def __init__(self, grid: Grid, forced: Forced, threshold: float | None, executor: str) -> None:
         self._whole, self._forced, self._threshold, self._executor = grid, forced, threshold, executor
-        self._left_out: Any = None  # blocks of dissimilar keys
+        self._left_out: Array | None = None  # blocks of dissimilar keys
         if grid.is_masked:
             return
         self._means = block_means(grid.k, grid.block[1])
@@ -279,7 +281,7 @@ class _ByMeans:
         allowed = is_past | must | (not grid.is_causal)
         return Estimate(mass, mass, left_out, allowed if may is None else may & allowed)
 
-    def _mass(self, queries: Array, mask: Any, grid: Grid) -> Array:
+    def _mass(self, queries: Array, mask: Mask | None, grid: Grid) -> Array:
         mass = block_mass(queries, self._means, block=1, scale=grid.scale, mask=mask, executor=self._executor)
         return mass if self._left_out is None else mass * (~self._left_out)
 
@@ -290,7 +292,7 @@ def _self_similarity(x: Array, side: int) -> Array:
     return (means * means).sum(axis=-1)
 
 
-def _similarity_reasons(self_similarity: Any) -> list[str]:
+def _similarity_reasons(self_similarity: float | None) -> list[str]:
     if self_similarity is None or is_number(self_similarity) and -1 <= self_similarity <= 1:
         return []
     return [f"self_similarity must be None or a number from -1 to 1; got {describe(self_similarity)}"]

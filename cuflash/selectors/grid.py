@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, describe, namespace, require_arrays
+from ..arrays import accumulator_dtype, Array, describe, Namespace, namespace, require_arrays
 from ..blocks.index import BlockIndex
 from ..calls._call import Call
 from ..errors import UnsupportedProblem, collecting
@@ -19,9 +18,9 @@ from ..executors.selecting import chosen
 from ..masks._chosen import Stairs
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
-from ..masks.shape import MaskShape, block_pair
+from ..masks.shape import block_pair, BlockSize, MaskShape
 from ..planning._call_cache import CALLS
-from ..planning.options import Options
+from ..planning.options import Causality, MaskLike, Options, Window
 from ..planning.problem import reasons_without_v
 from ..planning.selection_kernels import ChoiceRule
 from ..plans.conversion import as_arrays
@@ -46,8 +45,8 @@ class Grid:
 
     @classmethod
     def of(
-        cls, q: Array, k: Array, block: Any, budgets: dict[str, Any], forced: Any, causal: Any, mask: Any, window: Any,
-        scale: Any, reasons: Sequence[str] = (),
+        cls, q: Array, k: Array, block: BlockSize, budgets: dict[str, Budget], forced: Forced, causal: Causality,
+        mask: MaskLike | None, window: Window | None, scale: float | None, reasons: Sequence[str] = (),
     ) -> Grid:  # fmt: skip
         """Check the arguments of a selector; `reasons` are the reasons to refuse its other arguments.
 
@@ -94,7 +93,7 @@ class Grid:
         return cls(q, k, *facts)
 
     @property
-    def xp(self) -> Any:
+    def xp(self) -> Namespace:
         return namespace(self.q)
 
     @property
@@ -132,7 +131,7 @@ class Grid:
         """The blocks that the diagonal crosses."""
         return Diagonal.of(self.xp, (self.shape.seqlen_q, self.shape.seqlen_kv), self.block, self.offset)
 
-    def eligible(self) -> Any:
+    def eligible(self) -> Array | None:
         """Return a bool array that is True for blocks with an allowed element; None if all blocks have one.
 
         The array broadcasts against [*heads, rows, columns].
@@ -166,8 +165,8 @@ class Grid:
         shares: Array | None,
         budget: Budget,
         forced: Forced,
-        extra: Any = None,
-        allowed: Any = None,
+        extra: Array | None = None,
+        allowed: Array | None = None,
     ) -> Array:
         """Choose blocks by a budget; return a bool array with the shape of the scores.
 
@@ -196,15 +195,19 @@ class Grid:
         return BlockIndex.from_mask(whole, block=self.block, **self.shape._asdict())
 
 
+def block_sums(x: Array, side: int) -> Array:
+    """Sum blocks of `side` rows, [..., num_blocks, dim], in the accumulator's dtype; count booleans."""
+    num_blocks, dtype = -(-x.shape[-2] // side), None if x.dtype == bool else accumulator_dtype(x.dtype)
+    blocks = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1])
+    return blocks.sum(axis=-2, dtype=dtype)
+
+
 def block_means(x: Array, side: int) -> Array:
     """Compute the means of blocks of `side` rows, [..., num_blocks, dim], in the accumulator's dtype."""
-    xp, length, dtype = namespace(x), x.shape[-2], accumulator_dtype(x.dtype)
-    num_blocks = -(-length // side)
-    blocks = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1])
-    sums = blocks.sum(axis=-2, dtype=dtype)
+    xp, length, sums = namespace(x), x.shape[-2], block_sums(x, side)
     if length % side == 0:
         return sums / side
-    counts = xp.minimum(length - xp.arange(0, num_blocks * side, side), side).astype(dtype)
+    counts = xp.minimum(length - xp.arange(0, sums.shape[-2] * side, side), side).astype(sums.dtype)
     return sums / counts[:, None]
 
 

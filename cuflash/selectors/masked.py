@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, accumulator_dtype, namespace
+from ..arrays import accumulator_dtype, Array, Namespace, namespace
 from ..blocks.index import BlockIndex
 from ..masks.coordinates import elements
-from .grid import Grid, block_means, of_strides, padded
+from .grid import Grid, block_means, block_sums, of_strides, padded
 
 _MOST_NUMBERS = 1 << 21  # maximum number of array elements per step, to limit memory
 
@@ -91,7 +91,7 @@ class MaskedBlocks:
         each query and key that the caller reads.
         """
         shape, index = self.grid.shape, self.index
-        xp: Any = np if index.is_on_host else self.grid.xp
+        xp: Namespace = np if index.is_on_host else self.grid.xp
         extents = index.batch, index.num_heads, stop - first, index.num_kv_blocks
         if index.is_on_host:
             places = list(np.nonzero(index.states()[:, :, first:stop] == 2))
@@ -107,7 +107,7 @@ class MaskedBlocks:
             b, h, row, col = (place[start : start + step] for place in places)
             yield self._cut(xp, b, h, row + first, col, each)
 
-    def _cut(self, xp: Any, b: Array, h: Array, row: Array, col: Array, each: tuple[int, int]) -> Cut:
+    def _cut(self, xp: Namespace, b: Array, h: Array, row: Array, col: Array, each: tuple[int, int]) -> Cut:
         shape, to = self.grid.shape, self.grid.xp.asarray
         i = row[:, None] * self.block[0] + xp.arange(self.block[0])
         j = col[:, None] * self.block[1] + xp.arange(self.block[1])
@@ -161,18 +161,10 @@ def softmax(scores: Array, is_seen: Array) -> Array:
     return (weights / xp.where(sums == 0, 1, sums)).astype(scores.dtype)
 
 
-def mean_of_blocks(x: Array, side: int, counts: Array) -> Array:
-    """Sum rows over blocks of `side` rows, and divide by the counts [..., blocks] of rows that are not 0."""
-    xp, num_blocks = namespace(x), -(-x.shape[-2] // side)
-    sums = padded(x, num_blocks * side).reshape(*x.shape[:-2], num_blocks, side, x.shape[-1]).sum(axis=-2)
-    return sums / xp.maximum(counts, 1)[..., None].astype(x.dtype)
-
-
-def count_of_blocks(has_key: Array, side: int) -> Array:
-    """Return how many rows of each block of `side` rows have a key."""
-    num_blocks = -(-has_key.shape[-1] // side)
-    flags = padded(has_key[..., None], num_blocks * side)[..., 0]
-    return flags.reshape(*has_key.shape[:-1], num_blocks, side).sum(axis=-1)
+def mean_of_seen(x: Array, side: int, has_key: Array) -> Array:
+    """Sum rows over blocks of `side` rows, and divide by the number of rows that have a key, at least 1."""
+    sums, counts = block_sums(x, side), block_sums(has_key[..., None], side)
+    return sums / namespace(x).maximum(counts, 1).astype(x.dtype)
 
 
 def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | None]:
@@ -181,13 +173,13 @@ def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | N
     The mean of a block's keys is over the keys that at least one query of the block row attends.
     """
     blocks = MaskedBlocks(grid, grid.block)
-    counts, queries = count_of_blocks(blocks.has_key, grid.block[0]), blocks.queries()
-    of_queries = mean_of_blocks(queries, grid.block[0], counts)
+    queries = blocks.queries()
+    of_queries = mean_of_seen(queries, grid.block[0], blocks.has_key)
     scores, unlike = _of_mean_keys(grid, blocks, of_queries, threshold)
     mass = softmax(scores * scores.dtype.type(grid.scale), blocks.states != 0)
     if threshold is None or unlike is None:
         return mass, None
-    means = mean_of_blocks(directions_of(queries), grid.block[0], counts)
+    means = mean_of_seen(directions_of(queries), grid.block[0], blocks.has_key)
     of_rows = (means * means).sum(axis=-1) < threshold
     return grid.xp.where(unlike, 0, mass).astype(mass.dtype), unlike | of_rows[..., None]
 
@@ -312,7 +304,7 @@ def mass_of_runs(grid: Grid, length: int, stride: int) -> Array:
         if grid.is_causal:
             is_seen = is_seen & (ends <= xp.arange(first * block_q, stop * block_q)[:, None] + grid.offset)
         scores = of_runs * of_runs.dtype.type(grid.scale) / xp.maximum(attended, 1).astype(of_runs.dtype)
-        mass = _mean_of_queries(softmax(scores, is_seen), is_seen.any(axis=-1), block_q)
+        mass = mean_of_seen(softmax(scores, is_seen), block_q, is_seen.any(axis=-1))
         parts.append(mass_of_blocks(grid, mass, num_parts, stride))
     return xp.concatenate(parts, axis=-2)
 
@@ -326,19 +318,12 @@ def mass_of_blocks(grid: Grid, mass: Array, num_parts: int, stride: int) -> Arra
     return pieces.reshape(*mass.shape[:-1], num_columns, parts_of_block).sum(axis=-1)
 
 
-def _mean_of_queries(mass: Array, has_key: Array, block_q: int) -> Array:
-    """Sum the masses of queries over blocks of queries, and divide by the number of queries with a key."""
-    by_block = mass.reshape(*mass.shape[:-2], -1, block_q, mass.shape[-1]).sum(axis=-2)
-    counts = has_key.reshape(*has_key.shape[:-1], -1, block_q).sum(axis=-1)
-    return by_block / namespace(mass).maximum(counts, 1)[..., None].astype(mass.dtype)
-
-
 def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     """Compute masses [*heads, rows, columns] of blocks by softmax over sums of scores on antidiagonals of cells.
 
     An element counts in its cell if its query attends a key, and if a query in the row of cells attends its key.
     """
-    xp, shape, (num_rows, num_columns), dim = grid.xp, grid.shape, grid.size, grid.k.shape[-1]
+    xp, shape, num_rows, dim = grid.xp, grid.shape, grid.size[0], grid.k.shape[-1]
     cells, per_row = MaskedBlocks(grid, (stride, stride)), grid.block[0] // stride
     num_cells = cells.index.num_kv_blocks
     queries, keys = cells.queries(), grid.k.astype(accumulator_dtype(grid.k.dtype))
@@ -359,12 +344,8 @@ def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
             flat[b, h, row - begin, col] = pairs.sum(axis=(-1, -2))
         is_seen = xp.broadcast_to(cells.states[..., begin:end, :] != 0, shown)
         mass = softmax(scores * scores.dtype.type(grid.scale / stride), is_seen)
-        num_groups = (stop - first) * per_row
-        mass, has_key = padded(mass, num_groups), padded(is_seen.any(axis=-1)[..., None], num_groups)[..., 0]
-        mass = _mean_of_queries(mass, has_key, per_row).swapaxes(-1, -2)
-        by_column = padded(mass, num_columns * (grid.block[1] // stride))
-        by_column = by_column.reshape(*mass.shape[:-2], num_columns, -1, mass.shape[-1]).sum(axis=-2)
-        parts.append(by_column.swapaxes(-1, -2))
+        mass = mean_of_seen(mass, per_row, is_seen.any(axis=-1)).swapaxes(-1, -2)
+        parts.append(block_sums(mass, grid.block[1] // stride).swapaxes(-1, -2))
     return xp.concatenate(parts, axis=-2)
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import DTYPES, Array, accumulator_dtype, is_int, namespace, require_arrays, whole_number
+from ..arrays import DTYPES, Array, accumulator_dtype, namespace, require_arrays, whole_number
 from ..cache import KVCache
 from ..cache.bounded_pages import BoundedPages
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
-from ..masks.shape import block_pair
+from ..masks.shape import block_pair, BlockSize
+from ..planning.options import Causality, MaskLike, Window
 from ..plans.conversion import as_arrays
 from . import bound, masked
 from .budget import Budget, Forced
@@ -66,12 +67,12 @@ def quest(
     k: Array | KVCache,
     *,
     budget: Budget,
-    block: Any = None,
+    block: BlockSize | None = None,
     page_size: int | None = None,
     forced: Forced = _DIAGONAL,
-    causal: bool | str = "bottom_right",
-    mask: Any = None,
-    window: Any = None,
+    causal: Causality = "bottom_right",
+    mask: MaskLike | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     share: str = "query",
 ) -> ChosenBlocks:
@@ -163,14 +164,14 @@ def quest(
     return chosen
 
 
-def mass_reasons(budget: Any) -> list[str]:
+def mass_reasons(budget: Budget) -> list[str]:
     """Return why a budget cannot be used with bounds of scores."""
     if not isinstance(budget, Budget) or budget.mass is None:
         return []
     return ["budget must have top_k, density or threshold, since bounds are not masses; got mass"]
 
 
-def _sides(block: Any, page_size: Any) -> tuple[int, int]:
+def _sides(block: BlockSize | None, page_size: int | None) -> tuple[int, int]:
     """Return the block size, (1, keys per page).
 
     Raises
@@ -183,10 +184,10 @@ def _sides(block: Any, page_size: Any) -> tuple[int, int]:
     if block is None:
         return 1, 16 if page_size is None else page_size
     keys = block_pair(block)[1]
-    if not is_int(block) and block[0] != 1:
-        raise UnsupportedProblem([f"block must be an int or (1, keys), since each query chooses; got {block}"])
+    if isinstance(block, (tuple, list)) and block[0] != 1:
+        raise UnsupportedProblem(f"block must be an int or (1, keys), since each query chooses; got {block}")
     if page_size not in (None, keys):
-        raise UnsupportedProblem([f"block must equal page_size if both are passed; got {block} and {page_size}"])
+        raise UnsupportedProblem(f"block must equal page_size if both are passed; got {block} and {page_size}")
     return 1, keys
 
 
@@ -203,7 +204,9 @@ def _bounds(grid: Grid) -> Array:
     return xp.maximum(q * least[..., None, :, :], q * greatest[..., None, :, :]).sum(axis=-1)
 
 
-def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any) -> ChosenBlocks:
+def _of_cache(
+    q: Array, cache: KVCache, block: BlockSize | None, page_size: int | None, **options: Any
+) -> ChosenBlocks:
     """Choose the pages of each sequence of a cache."""
     pages = BoundedPages.of(cache) if options["mask"] is options["window"] is None else None
     of_pages = PageOptions(*(options[name] for name in PageOptions._fields))
@@ -216,7 +219,7 @@ def _of_cache(q: Any, cache: KVCache, block: Any, page_size: Any, **options: Any
     q = as_arrays({"q": q}, of_list, like=cache.k)["q"]
     require_arrays({"q": q})
     if q.ndim != 4 or q.shape[0] != batch:
-        raise UnsupportedProblem([f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}"])
+        raise UnsupportedProblem(f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}")
     if block is None and page_size is None:
         page_size = cache.page_size
     if pages is not None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, describe, whole_number
+from ..arrays import Array, describe, Namespace, whole_number
 from ..blocks.index import BlockIndex
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks, Dense
+from ..masks.shape import BlockSize
+from ..planning.options import Causality, MaskLike, Window
 from ..study._masses import block_mass
 from . import bound, masked
 from .budget import Budget, Forced, choose
@@ -28,11 +29,11 @@ def vertical_slash(
     budget: Budget | None = None,
     vertical: Budget | None = None,
     slash: Budget | None = None,
-    block: Any = (128, 128),
+    block: BlockSize = (128, 128),
     forced: Forced = _DIAGONAL,
-    causal: bool | str = False,
-    mask: Any = None,
-    window: Any = None,
+    causal: Causality = False,
+    mask: MaskLike | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     num_queries: int = 64,
     executor: str = "auto",
@@ -120,7 +121,7 @@ def vertical_slash(
     return result(grid, chosen, length)
 
 
-def _budgets_of(budget: Any, vertical: Any, slash: Any) -> tuple[Any, Any]:
+def _budgets_of(budget: Budget | None, vertical: Budget | None, slash: Budget | None) -> tuple[Budget, Budget]:
     """Return the budgets of keys and of diagonals; half of the common budget replaces a missing one.
 
     Raises
@@ -134,12 +135,10 @@ def _budgets_of(budget: Any, vertical: Any, slash: Any) -> tuple[Any, Any]:
         missing = [name for name, part in (("vertical", vertical), ("slash", slash)) if part is None]
         if budget is None:
             raise UnsupportedProblem(
-                [
-                    f"budget must be a Budget unless vertical and slash both are; got None, without "
-                    f"{' and '.join(missing)}: write budget=selectors.Budget(top_k=8)"
-                ]
+                f"budget must be a Budget unless vertical and slash both are; got None, without "
+                f"{' and '.join(missing)}: write budget=selectors.Budget(top_k=8)"
             )
-        raise UnsupportedProblem([f"budget must be a Budget; got {describe(budget)}: write selectors.Budget(top_k=8)"])
+        raise UnsupportedProblem(f"budget must be a Budget; got {describe(budget)}: write selectors.Budget(top_k=8)")
     of_keys, of_diagonals = budget.halves()
     return of_keys if vertical is None else vertical, of_diagonals if slash is None else slash
 
@@ -164,7 +163,7 @@ def _sums(grid: Grid, num_queries: int, executor: str) -> tuple[Array, Array]:
     return mass.sum(axis=-2), (of_distance * exists).sum(axis=-2)
 
 
-def _has_any(xp: Any, chosen: Array, start: Array, stop: Array) -> Array:
+def _has_any(xp: Namespace, chosen: Array, start: Array, stop: Array) -> Array:
     """Return for each row whether a position start <= x < stop is chosen; start and stop may be out of range."""
     length = chosen.shape[-1]
     sums = xp.zeros((*chosen.shape[:-1], length + 1), dtype=np.int64)

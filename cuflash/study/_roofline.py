@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -164,7 +163,7 @@ class Roofline:
         0.5
         """
         if not is_number(seconds) or not 0 < seconds < np.inf:
-            raise UnsupportedProblem([f"seconds must be a positive number; got {describe(seconds)}"])
+            raise UnsupportedProblem(f"seconds must be a positive number; got {describe(seconds)}")
         return replace(self, measured_seconds=float(seconds))
 
     @property
@@ -177,7 +176,7 @@ class Roofline:
         0.0
         """
         if self.measured_seconds is None:
-            raise UnsupportedProblem(["measured_seconds must be known for a share; got None: call .measured(seconds)"])
+            raise UnsupportedProblem("measured_seconds must be known for a share; got None: call .measured(seconds)")
         return self.least_seconds / self.measured_seconds
 
     def __str__(self) -> str:
@@ -402,7 +401,7 @@ def _device_of_word(word: str) -> DeviceSpec:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _report(flags: Any) -> str:
+def _report(flags: argparse.Namespace) -> str:
     dtype = as_dtype("--dtype", flags.dtype)
     kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
     kv_length = flags.length if flags.kv_length is None else flags.kv_length

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import SCALED_DTYPES, Array, as_dtype, describe, is_int, is_integer_dtype, is_number
+from ..arrays import SCALED_DTYPES, Array, as_dtype, describe, int_reasons, is_int, is_integer_dtype, is_number
 from ..cache.arguments import page_size_reasons
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..fp8.rows import SCALE_BYTES
@@ -232,7 +232,7 @@ def largest_length(
     """
     reasons: list[str] = []
     a_token = _bytes_of_token(reasons, num_layers, num_kv_heads, head_dim, dtype, page_size, value_dim)
-    reasons += _count_reasons(batch=batch)
+    reasons += int_reasons(1, batch=batch)
     nbytes = available_bytes if is_int(available_bytes) or not is_number(available_bytes) else float(available_bytes)
     if not (is_number(nbytes) and 0 <= nbytes < 1 << _SIZE_BITS):
         reasons.append(f"available_bytes must be a number from 0 to 2**{_SIZE_BITS}; got {describe(available_bytes)}")
@@ -242,12 +242,13 @@ def largest_length(
 
 
 def _bytes_of_token(
-    reasons: list[str], num_layers: Any, num_kv_heads: Any, head_dim: Any, dtype: Any, page_size: Any, value_dim: Any
+    reasons: list[str], num_layers: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike, page_size: int | None,
+    value_dim: int | None,
 ) -> int:
     """Return the bytes of a token's keys and values in all layers; append to `reasons` if an argument is invalid."""
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-    wrong = _count_reasons(**sizes) + ([] if page_size is None else page_size_reasons(page_size))
+    wrong = int_reasons(1, **sizes) + ([] if page_size is None else page_size_reasons(page_size))
     itemsize = of_scales = 0
     with collecting(wrong):
         row_dtype = _dtype_of_numbers("dtype", dtype)
@@ -259,15 +260,7 @@ def _bytes_of_token(
     return int(num_layers) * int(num_kv_heads) * a_head
 
 
-def _count_reasons(**counts: Any) -> list[str]:
-    return [
-        f"{name} must be an int of at least 1; got {describe(count)}"
-        for name, count in counts.items()
-        if not (is_int(count) and count >= 1)
-    ]
-
-
-def _dtype_of_numbers(name: str, value: Any) -> np.dtype:
+def _dtype_of_numbers(name: str, value: DTypeLike) -> np.dtype:
     """Return `value` as a NumPy dtype of numbers, such as the rows of a cache have.
 
     Raises
@@ -277,7 +270,7 @@ def _dtype_of_numbers(name: str, value: Any) -> np.dtype:
     """
     dtype = as_dtype(name, value)
     if dtype.kind not in "fiuV" or dtype.names or not dtype.itemsize:
-        raise UnsupportedProblem([f"{name} must be a dtype of numbers; got {dtype}"])
+        raise UnsupportedProblem(f"{name} must be a dtype of numbers; got {dtype}")
     return dtype
 
 

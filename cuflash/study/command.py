@@ -205,20 +205,20 @@ def load_heads(path: Path, names: Sequence[str] = ("q", "k", "v")) -> list[Array
         with path.open("rb") as file:
             archive = np.load(file)
             if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise UnsupportedProblem([f"{path} must be an .npz file of q, k and v; got one array: use numpy.savez"])
+                raise UnsupportedProblem(f"{path} must be an .npz file of q, k and v; got one array: use numpy.savez")
             missing = [name for name in names if name not in archive.files]
             if missing:
                 contents = ", ".join(archive.files) or "nothing"
                 fix = "pass the names of q, k and v as --names"
-                raise UnsupportedProblem([f"{path} must hold {', '.join(missing)}; got {contents}: {fix}"])
+                raise UnsupportedProblem(f"{path} must hold {', '.join(missing)}; got {contents}: {fix}")
             arrays = [archive[name] for name in names]
     except UnsupportedProblem:
         raise
     except FileNotFoundError:
-        raise UnsupportedProblem([f"{path} must be an .npz file; the file does not exist"]) from None
+        raise UnsupportedProblem(f"{path} must be an .npz file; the file does not exist") from None
     except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
         rule = f"{path} must be an .npz file of numbers, written by numpy.savez"
-        raise UnsupportedProblem([f"{rule}; got {_line(error)}"]) from error
+        raise UnsupportedProblem(f"{rule}; got {_line(error)}") from error
     return _usable(arrays)
 
 
@@ -262,7 +262,7 @@ def _recovered(path: Path, identity: str) -> list[Measurement]:
         ]
     except (ValueError, TypeError) as error:
         fix = "name a different --csv, or remove the file"
-        raise UnsupportedProblem([f"{path} must hold earlier studies; got a different file: {fix}"]) from error
+        raise UnsupportedProblem(f"{path} must hold earlier studies; got a different file: {fix}") from error
     if whole != text:
         path.write_text(whole, "utf-8")
     return [row for study, row in measurements if study == identity]

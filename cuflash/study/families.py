@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import patterns
 from ..arrays import Array
-from ..masks import SlidingWindow
+from ..masks import Mask, SlidingWindow
 
 ORACLE = "oracle"
 
@@ -21,64 +21,54 @@ class Family(NamedTuple):
 
     Attributes
     ----------
-    make : callable (grid, size, num_heads) -> bool array [grid, grid] or [num_heads, grid, grid]
-        Returns the blocks that one size keeps. Causal patterns are made symmetric, because causal attention never
-        visits the blocks above the diagonal.
+    make : callable (grid, size, num_heads) -> Mask
+        Returns a mask of the blocks that one size keeps. Causal patterns are made symmetric, because causal attention
+        never visits the blocks above the diagonal.
     sizes : callable (grid) -> range
         Returns all sizes on a grid.
     grows : bool
         True if a larger size keeps all blocks of a smaller size.
+    has_heads : bool
+        True if heads keep different blocks.
     """
 
-    make: Callable[[int, int, int], Array]
+    make: Callable[[int, int, int], Mask]
     sizes: Callable[[int], range]
     grows: bool = True
+    has_heads: bool = False
+
+    def blocks(self, grid: int, size: int, num_heads: int) -> Array:
+        """Return the blocks that one size keeps, bool [grid, grid] or [num_heads, grid, grid]."""
+        return self.make(grid, size, num_heads).toarray(grid, num_heads=num_heads if self.has_heads else None)
 
 
-def _window(grid: int, size: int, num_heads: int) -> Array:
-    return SlidingWindow(size, size).toarray(grid)
+def _bigbird(grid: int, size: int, num_heads: int) -> Mask:
+    return patterns.bigbird(grid, block=1, num_random_blocks=size, num_heads=num_heads)
 
 
-def _sink_local(grid: int, size: int, num_heads: int) -> Array:
-    return patterns.sink_local(1, (size, size)).toarray(grid)
-
-
-def _longformer(grid: int, size: int, num_heads: int) -> Array:
-    return patterns.longformer((size, size), 1).toarray(grid)
-
-
-def _bigbird(grid: int, size: int, num_heads: int) -> Array:
-    drawn = patterns.bigbird(grid, block=1, num_random_blocks=size, num_heads=num_heads)
-    return drawn.toarray(grid, num_heads=num_heads)
-
-
-def _butterfly(grid: int, size: int, num_heads: int) -> Array:
-    return patterns.butterfly(grid, block=1, max_stride=2**size).toarray(grid)
-
-
-def _strided(grid: int, size: int, num_heads: int) -> Array:
-    return patterns.strided(size).on_blocks(1, mirrored=True).toarray(grid)
-
-
-def _fixed(grid: int, size: int, num_heads: int) -> Array:
-    return patterns.fixed(size, 1).on_blocks(1, mirrored=True).toarray(grid)
-
-
-def _random(grid: int, size: int, num_heads: int) -> Array:
-    drawn = patterns.random(grid, block=1, density=size / grid, num_heads=num_heads)
-    return drawn.toarray(grid, num_heads=num_heads)
+def _random(grid: int, size: int, num_heads: int) -> Mask:
+    return patterns.random(grid, block=1, density=size / grid, num_heads=num_heads)
 
 
 FAMILIES = {
-    "window": Family(_window, range),
-    "sink_local": Family(_sink_local, range),
-    "longformer": Family(_longformer, range),
-    "bigbird": Family(_bigbird, range),
-    "butterfly": Family(_butterfly, lambda grid: range(grid.bit_length() + 1)),
-    "strided": Family(_strided, lambda grid: range(1, grid + 1), grows=False),
-    "fixed": Family(_fixed, lambda grid: range(1, grid + 1), grows=False),
-    "random": Family(_random, lambda grid: range(1, grid + 1)),
-}
+    "window": Family(lambda grid, size, _: SlidingWindow(size, size), range),
+    "sink_local": Family(lambda grid, size, _: patterns.sink_local(1, (size, size)), range),
+    "longformer": Family(lambda grid, size, _: patterns.longformer((size, size), 1), range),
+    "bigbird": Family(_bigbird, range, has_heads=True),
+    "butterfly": Family(
+        lambda grid, size, _: patterns.butterfly(grid, block=1, max_stride=2**size),
+        lambda grid: range(grid.bit_length() + 1),
+    ),
+    "strided": Family(
+        lambda grid, size, _: patterns.strided(size).on_blocks(1, mirrored=True),
+        lambda grid: range(1, grid + 1), grows=False,
+    ),
+    "fixed": Family(
+        lambda grid, size, _: patterns.fixed(size, 1).on_blocks(1, mirrored=True),
+        lambda grid: range(1, grid + 1), grows=False,
+    ),
+    "random": Family(_random, lambda grid: range(1, grid + 1), has_heads=True),
+}  # fmt: skip
 
 
 def densest(family: Family, densities: Iterable[float], eligible: Array, num_heads: int) -> dict[float, Array]:
@@ -105,11 +95,11 @@ def densest(family: Family, densities: Iterable[float], eligible: Array, num_hea
 
     @cache
     def density(size: int) -> float:
-        return density_of(family.make(grid, size, num_heads), eligible)
+        return density_of(family.blocks(grid, size, num_heads), eligible)
 
     sizes = family.sizes(grid) if family.grows else sorted(family.sizes(grid), key=density)
     fitting = {limit: bisect_right(sizes, limit, key=density) for limit in densities}
-    patterns_of = {count: family.make(grid, sizes[count - 1], num_heads) for count in {*fitting.values()} if count}
+    patterns_of = {count: family.blocks(grid, sizes[count - 1], num_heads) for count in {*fitting.values()} if count}
     return {limit: patterns_of[count] for limit, count in fitting.items() if count}
 
 
@@ -117,7 +107,7 @@ def smallest_density(family: Family, eligible: Array, num_heads: int) -> float:
     """Return the density of a pattern's smallest size; the arguments are those of `densest`."""
     grid = len(eligible)
     sizes = family.sizes(grid)[:1] if family.grows else family.sizes(grid)
-    return min(density_of(family.make(grid, size, num_heads), eligible) for size in sizes)
+    return min(density_of(family.blocks(grid, size, num_heads), eligible) for size in sizes)
 
 
 def heaviest(mass: Array, densities: Iterable[float], eligible: Array) -> dict[float, Array]:

@@ -56,7 +56,7 @@ def loaded(text: str) -> OwnPattern:
     except (ImportError, AttributeError, ValueError) as error:
         message = str(error).partition("\n")[0]
         raise UnsupportedProblem(
-            [f"{text} must be MODULE:NAME of a module in this folder or of an installed module; {message}"]
+            f"{text} must be MODULE:NAME of a module in this folder or of an installed module; {message}"
         ) from error
     finally:
         sys.path.remove("")
@@ -65,7 +65,7 @@ def loaded(text: str) -> OwnPattern:
         return lambda q, k, *, block, density, causal: value
     if not callable(value):
         rule = f"{text} must be a mask, or a function of (q, k, *, block, density, causal)"
-        raise UnsupportedProblem([f"{rule}; got {describe(value)}"])
+        raise UnsupportedProblem(f"{rule}; got {describe(value)}")
     function: OwnPattern = value
     return function
 
@@ -79,14 +79,14 @@ def _blocks(path: Path, name: str) -> Array:
             arrays = [] if missing else [archive[each] for each in names]
             contents = ", ".join(archive.files) or "nothing"
     except FileNotFoundError:
-        raise UnsupportedProblem([f"{path} must be an .npz file; the file does not exist"]) from None
+        raise UnsupportedProblem(f"{path} must be an .npz file; the file does not exist") from None
     except Exception as error:  # a broken archive may raise any error
         message = str(error).partition("\n")[0]
-        raise UnsupportedProblem([f"{path} must be an .npz file of numpy.savez; got {message}"]) from error
+        raise UnsupportedProblem(f"{path} must be an .npz file of numpy.savez; got {message}") from error
     if len(arrays) != 1:
-        raise UnsupportedProblem([f"{path} must hold one array; got {contents}: use {path}:ARRAY to name one"])
+        raise UnsupportedProblem(f"{path} must hold one array; got {contents}: use {path}:ARRAY to name one")
     if arrays[0].dtype != np.bool_ or arrays[0].ndim < 2:
         rule = f"{path} must hold booleans [..., grid, grid], one for each block"
-        raise UnsupportedProblem([f"{rule}; got {describe(arrays[0])}: write blocks != 0"])
+        raise UnsupportedProblem(f"{rule}; got {describe(arrays[0])}: write blocks != 0")
     blocks: Array = arrays[0]
     return blocks

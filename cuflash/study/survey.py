@@ -102,7 +102,7 @@ class Survey:
         self._least: dict[tuple[int, str], float] = {}  # lowest measured density of each of the user's own patterns
         self._dense = attention(*self._arrays, causal=causal, scale=scale, return_lse=True)
         if not np.isfinite(self._dense[1]).all():
-            raise UnsupportedProblem(["q and k must have finite scores; got scores that overflow: divide q or k"])
+            raise UnsupportedProblem("q and k must have finite scores; got scores that overflow: divide q or k")
 
     @cached_property
     def identity(self) -> str:

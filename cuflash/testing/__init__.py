@@ -52,9 +52,10 @@ from .assertions import (
     assert_within,
     assert_within_bounds,
 )
+from .mask_strategies import masks
 from .non_finite import assert_non_finite
 from .properties import FORWARD_PROPERTIES, GRADIENT_PROPERTIES, PAIR_PROPERTIES
-from .strategies import Structure, examples, masks, structures
+from .strategies import Structure, examples, structures
 
 __all__ = [
     "FORWARD_PROPERTIES",

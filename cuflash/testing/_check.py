@@ -10,7 +10,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from ..arrays import describe, whole_number
+from ..arrays import describe, int_reasons
 from ..errors import collecting, refuse
 from ..keywords import explains_keywords
 from .assertions import Attend, Example, as_pair, as_results, assert_exact_probes, assert_within_bounds
@@ -129,10 +129,7 @@ def check(
 
 def _strategies(options: Mapping[str, Any], max_examples: int, seed: int) -> dict[str, st.SearchStrategy[Example]]:
     """Return strategies for plain examples (""), and for those that each option of `_ADDED` adds."""
-    reasons: list[str] = []
-    for name, value, least in (("max_examples", max_examples, 1), ("seed", seed, 0)):
-        with collecting(reasons):
-            whole_number(name, value, least)
+    reasons = int_reasons(1, max_examples=max_examples) + int_reasons(0, seed=seed)
     if not isinstance(options, Mapping):
         refuse([*reasons, f"options must be a dict of arguments of testing.examples; got {describe(options)}"])
     reasons += [

@@ -14,7 +14,8 @@ from ..masks.lengths import Lengths
 from ..masks.shape import MaskShape
 from .assertions import Example
 from .mask_strategies import chosen_blocks
-from .strategies import DTYPE_NAMES, VALUES, Structure, dropouts, formulas, head_dims, lengths, scales, sinks
+from .formulas import formulas
+from .strategies import DTYPE_NAMES, VALUES, Structure, dropouts, head_dims, lengths, scales, sinks
 
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 32, 48, 64, 80)
 

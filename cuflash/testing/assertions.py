@@ -37,18 +37,6 @@ from ..scores.score import Score
 from ..scores.trace import shifted_by
 from . import oracle
 
-__all__ = [
-    "Attend",
-    "Example",
-    "assert_exact_probes",
-    "assert_lse_counts_the_keys",
-    "assert_mask_is_the_one_asked_for",
-    "assert_means_are_exact",
-    "assert_ones_stay_ones",
-    "assert_wide_accumulators",
-    "assert_within",
-    "assert_within_bounds",
-]
 
 _RESULTS = ("o", "lse", "dq", "dk", "dv", "dsink")
 _ROUNDED = ("o", "lse", "dq", "dk", "dv")  # results with the dtype of the operands or of the accumulator
@@ -228,7 +216,7 @@ class Example:
         >>> example.bounds.o.shape
         (1, 2)
         """
-        return self._bounds(probable=False)
+        return self._bounds()
 
     @functools.cached_property
     def probable_bounds(self) -> Bounds:
@@ -243,7 +231,8 @@ class Example:
         """
         return self._bounds(probable=True)
 
-    def _bounds(self, probable: bool) -> Bounds:
+    def _bounds(self, **options: Any) -> Bounds:
+        """Return `error_bound` of the operands, with further options."""
         return error_bound(
             self.q,
             self.k,
@@ -258,7 +247,7 @@ class Example:
             dropout=self.dropout,
             precision=self.precision,
             product_dtype=self.product_dtype,
-            probable=probable,
+            **options,
         )
 
     def __repr__(self) -> str:
@@ -333,17 +322,13 @@ def assert_within_bounds(
     gradients = {} if isinstance(others, EllipsisType) else others
     require_results(example, results, gradients)
     bounds = example.probable_bounds if probable else example.bounds
-    share = 1.0 if reference_is_finer(example.q.dtype) else 2.0
-    ratios = []
-    for name, result in results.items():
-        exact = getattr(example.exact, name)
-        actual = as_result(name, result, exact.shape, example)
-        ratios.append(assert_within(name, actual, exact, share * getattr(bounds, name), example))
-    for name, result in gradients.items():
-        exact = example.exact.others[name]
-        actual = as_result(f"d{name}", result, exact.shape, example)
-        ratios.append(assert_within(f"d{name}", actual, exact, share * bounds.others[name], example))
-    return max(ratios)
+    share, exact = 1.0 if reference_is_finer(example.q.dtype) else 2.0, example.exact
+    compared = [(name, result, getattr(exact, name), getattr(bounds, name)) for name, result in results.items()]
+    compared += [(f"d{name}", x, exact.others[name], bounds.others[name]) for name, x in gradients.items()]
+    return max(
+        assert_within(name, as_result(name, actual, right.shape, example), right, share * bound, example)
+        for name, actual, right, bound in compared
+    )
 
 
 def require_results(example: Example, results: Mapping[str, Array], others: Mapping[str, Array] | EllipsisType) -> None:
@@ -368,7 +353,7 @@ def require_results(example: Example, results: Mapping[str, Array], others: Mapp
         raise TypeError("; ".join(reasons))
 
 
-def as_pair(results: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
+def as_pair(results: Sequence[Array], example: Example) -> tuple[np.ndarray, np.ndarray]:
     """Return o and lse of a function under test as NumPy arrays with the example's shapes; see `as_results`."""
     __tracebackhide__ = True
     problem = example.problem
@@ -376,7 +361,7 @@ def as_pair(results: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
     return o, lse
 
 
-def as_results(results: Any, shapes: Mapping[str, Sequence[int]], example: Example) -> list[np.ndarray]:
+def as_results(results: Sequence[Array], shapes: Mapping[str, Sequence[int]], example: Example) -> list[np.ndarray]:
     """Convert the results of a function under test to NumPy arrays, after a check of their number, shapes and dtypes.
 
     Raises
@@ -396,7 +381,7 @@ def as_results(results: Any, shapes: Mapping[str, Sequence[int]], example: Examp
     raise TypeError(f"the function under test must return ({', '.join(shapes)}); got {described}")
 
 
-def _describe_result(result: Any) -> str:
+def _describe_result(result: Array) -> str:
     return f"one array of shape {tuple(result.shape)}" if hasattr(result, "shape") else describe(result)
 
 

@@ -16,8 +16,6 @@ import numpy as np
 from ..arrays import Array
 from ..keywords import explains_keywords
 
-__all__ = ["Captured", "Dual"]
-
 
 @explains_keywords
 class Dual:

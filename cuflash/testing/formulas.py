@@ -23,7 +23,6 @@ from ..arrays import Array
 from ..keywords import explains_keywords
 from ..masks.shape import MaskShape
 
-__all__ = ["ARRAYS", "Formula", "formulas"]
 
 Tree = tuple[Any, ...]
 _BUCKETS = 6

@@ -263,7 +263,7 @@ def chosen_blocks(draw: st.DrawFn, shape: MaskShape, num_kv_heads: int = 1) -> C
     return ChosenBlocks(blocks[0], block, counts=counts[0]) if is_flat else ChosenBlocks(blocks, block, counts=counts)
 
 
-def _choice(rng: np.random.Generator, kind: str, axes: tuple[int, ...], num_blocks: int) -> Any:
+def _choice(rng: np.random.Generator, kind: str, axes: tuple[int, ...], num_blocks: int) -> np.ndarray:
     """Draw block numbers as int64, some of which are -1, an unused entry."""
     blocks = rng.integers(-1, num_blocks, axes)
     queries = np.arange(axes[-2])[:, None]

@@ -19,8 +19,6 @@ from ..keywords import explains_keywords
 from ..reference import expand_heads, sum_heads_to, sum_to, with_heads
 from .assertions import Example, as_result, assert_within_bounds, require_results
 
-__all__ = ["Expected", "assert_non_finite", "assert_not_finite_where_due", "expected", "finite_part"]
-
 
 @explains_keywords
 class Expected(NamedTuple):

@@ -23,8 +23,6 @@ from ..arrays import Array
 from ..keywords import explains_keywords
 from .dual import Captured, Dual
 
-__all__ = ["Captured", "Dual", "attention", "attention_vjp"]
-
 
 class FunctionOfScores(Protocol):
     """An object with a function of (s, b, h, i, j, **arrays), and with the arrays that it captures, by name."""

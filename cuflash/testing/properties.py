@@ -17,7 +17,8 @@ of `cuflash.reference`. The docstring of each property ends with the property's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Protocol
 
 import numpy as np
@@ -27,8 +28,6 @@ from ..bounds import Bounds
 from ..planning.problem import MAX_HEAD_DIM
 from .assertions import Attend, Example, as_pair, as_results, assert_within, on_lattice
 from .non_finite import assert_not_finite_where_due, expected, finite_part, widest
-
-__all__ = ["FORWARD_PROPERTIES", "GRADIENT_PROPERTIES", "PAIR_PROPERTIES", "Pull"]
 
 
 class Pull(Protocol):
@@ -435,53 +434,13 @@ def check_non_finite_values_reach_what_they_should(attend: Attend, pull: Pull, e
         assert_within(name, result, other, 2 * getattr(finite.bounds, name), example)
 
 
-FORWARD_PROPERTIES = (
-    check_order_of_keys_does_not_matter,
-    check_queries_are_independent,
-    check_heads_and_batch_entries_are_independent,
-    check_a_batch_entry_does_not_see_the_others,
-    check_queries_may_come_in_pieces,
-    check_a_vector_added_to_every_key_moves_only_lse,
-    check_doubling_v_doubles_o,
-    check_a_vector_added_to_every_value_moves_o,
-    check_o_is_linear_in_v,
-    check_o_is_a_mean_of_values,
-    check_scale_may_move_between_q_and_the_score,
-    check_head_dims_may_be_permuted_and_negated,
-    check_zeros_may_pad_the_head_dim,
-    check_parts_of_the_keys_merge_to_the_whole,
-    check_disjoint_masks_merge_to_their_union,
-    check_a_mask_of_all_keys_is_no_mask,
-    check_masked_keys_may_be_removed,
-    check_a_query_depends_only_on_its_keys,
-    check_copies_of_every_key_move_only_lse,
-    check_equal_keys_give_the_mean,
-    check_a_further_key_never_lowers_lse,
-    check_grouped_heads_are_repeated_heads,
-    check_memory_layout_does_not_matter,
-    check_calls_repeat_bitwise,
-    check_operands_are_left_as_they_were,
-)
-GRADIENT_PROPERTIES = (
-    check_gradients_follow_the_order_of_keys,
-    check_gradients_follow_the_order_of_queries,
-    check_grouped_gradients_are_summed,
-    check_dk_sums_to_what_dlse_asks,
-    check_dv_sums_to_do,
-    check_q_and_k_share_their_slope,
-    check_gradients_are_linear_in_do,
-    check_no_gradient_in_no_gradient_out,
-    check_dlse_leaves_dv,
-    check_empty_rows_give_nothing,
-    check_gradients_do_not_depend_on_layout,
-    check_gradients_repeat_bitwise,
-)
-PAIR_PROPERTIES = (
-    check_o_and_dv_share_their_product,
-    check_a_unit_do_reads_a_row_of_probabilities,
-    check_equal_keys_have_no_slope,
-    check_non_finite_values_reach_what_they_should,
-)
+def _taking(*functions: str) -> tuple[Callable[..., None], ...]:
+    """Return the properties of this module whose parameters are these functions and an example."""
+    checks = [each for name, each in globals().items() if name.startswith("check_")]
+    return tuple(each for each in checks if [*signature(each).parameters] == [*functions, "example"])
+
+
+FORWARD_PROPERTIES, GRADIENT_PROPERTIES, PAIR_PROPERTIES = _taking("attend"), _taking("pull"), _taking("attend", "pull")
 
 
 # Calls

@@ -14,7 +14,6 @@ from ..masks.base import And, Mask, Not, OnBlocks, Or, Xor
 from .formulas import Formula
 from .mask_strategies import Checkered
 
-__all__ = ["source_text"]
 
 _OPERATORS: dict[type[Mask], str] = {And: " & ", Or: " | ", Xor: " ^ "}
 _PREFIXES = {Formula: "testing.formulas.", Dropout: "cuflash.", Checkered: "testing.mask_strategies."}

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ..arrays import DTYPES, Array, accumulator_dtype, describe, flag_reasons, is_int, whole_number
+from ..arrays import DTYPES, Array, accumulator_dtype, describe, flag_reasons, int_reasons, is_int
 from ..dropout import Dropout
-from ..errors import collecting, refuse
+from ..errors import refuse
 from ..keywords import explains_keywords
 from ..masks.arrays import Dense
 from ..masks.base import Mask
@@ -31,32 +31,9 @@ from ..masks.shape import MaskShape
 from ..scores import Score
 from .assertions import Example, on_lattice
 from .formulas import Formula, formulas
-from . import mask_strategies
-from .mask_strategies import INTEGER_KINDS, INTEGER_TYPES, as_kind, masks, shared
+from .mask_strategies import masks, shared
 from .memory_layouts import LAYOUTS, laid_out
 from .source_text import source_text
-
-__all__ = [
-    "HEAD_DIMS",
-    "INTEGER_KINDS",
-    "INTEGER_TYPES",
-    "LAYOUTS",
-    "VALUES",
-    "Structure",
-    "as_kind",
-    "dropouts",
-    "examples",
-    "formulas",
-    "head_dims",
-    "heads",
-    "laid_out",
-    "layouts",
-    "lengths",
-    "masks",
-    "scales",
-    "sinks",
-    "structures",
-]
 
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES)
 HEAD_DIMS = (1, 2, 3, 7, 8, 16, 17, 32, 40, 59, 64, 80, 96, 111, 128, 256)
@@ -248,7 +225,7 @@ class Structure:
             "dlse": (*batch, *heads_q, self.seqlen_q, 1),
         }
         dtype = np.dtype(self.dtype)
-        operands = {}
+        operands: dict[str, Array] = {}
         for (name, shape), layout in zip(shapes.items(), self.layouts):
             kind = accumulator_dtype(dtype) if name == "dlse" else dtype
             filled = _filled(rng, name, shape, self.values)
@@ -333,10 +310,8 @@ class _Limits:
 
     def reasons(self) -> list[str]:
         """Return why arguments of `structures` are refused."""
-        reasons: list[str] = []
-        for name in ("tile", "most_scores", "most_rows", "max_leaves", "widest", "longest"):
-            with collecting(reasons):
-                whole_number(name, getattr(self, name), 1)
+        counts = ("tile", "most_scores", "most_rows", "max_leaves", "widest", "longest")
+        reasons = int_reasons(1, **{name: getattr(self, name) for name in counts})
         reasons += _dtype_reasons("dtypes", self.dtypes)
         reasons += [] if self.sink_dtypes is None else _dtype_reasons("sink_dtypes", self.sink_dtypes)
         for name in (
@@ -405,17 +380,12 @@ def structures(
     ...     assert structure.num_heads * structure.seqlen_q * structure.seqlen_kv <= 1000
     >>> test()
     """
-    limits = _Limits(
-        tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
-        has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
-        masks=masks, sink_dtypes=sink_dtypes, broadcast_sinks=broadcast_sinks,
-    )  # fmt: skip
+    limits = _Limits(**locals())  # all parameters by name
     refuse(limits.reasons())
     return _structures(limits)
 
 
-def _dtype_reasons(argument: str, dtypes: Any) -> list[str]:
+def _dtype_reasons(argument: str, dtypes: Sequence[str]) -> list[str]:
     names = dtypes if isinstance(dtypes, (tuple, list)) else ()
     if names and all(isinstance(name, str) and name in DTYPE_NAMES for name in names):
         return []
@@ -437,7 +407,7 @@ def _dtype_name(value: Any) -> str:
         return ""
 
 
-def _batch_reasons(batch: Any) -> list[str]:
+def _batch_reasons(batch: Sequence[tuple[int, ...]] | None) -> list[str]:
     axes = batch if isinstance(batch, (tuple, list)) else (None,)
     known = all(isinstance(each, tuple) and all(is_int(extent) and extent >= 0 for extent in each) for each in axes)
     if batch is None or (axes and known):
@@ -446,7 +416,7 @@ def _batch_reasons(batch: Any) -> list[str]:
     return [f"{rule}; got {describe(batch)}: use [(2,)], for example"]
 
 
-def _layout_reasons(layouts: Any) -> list[str]:
+def _layout_reasons(layouts: Sequence[str]) -> list[str]:
     if isinstance(layouts, (tuple, list)) and layouts and set(layouts) <= set(LAYOUTS):
         return []
     return [f"layouts must be a sequence of names among {', '.join(LAYOUTS)}; got {describe(layouts)}"]
@@ -512,7 +482,7 @@ def _masks(draw: st.DrawFn, limits: _Limits, shape: MaskShape) -> Mask | None:
     """Draw a mask within the limits; if empty rows are not allowed, such rows attend all keys instead."""
     if limits.masks is None:
         is_masked = draw(shared(st.sampled_from, (False, True, True, True)))
-        mask = draw(mask_strategies.masks(shape, limits.max_leaves)) if is_masked else None
+        mask = draw(masks(shape, limits.max_leaves)) if is_masked else None
     else:
         mask = draw(limits.masks if isinstance(limits.masks, st.SearchStrategy) else limits.masks(shape))
     if mask is None or limits.empty_rows:
@@ -653,10 +623,4 @@ def examples(
     ...     assert example.q.dtype == "float32" and example.q.shape[-2] <= 20
     >>> test()
     """
-    drawn = structures(
-        tile=tile, dtypes=dtypes, most_scores=most_scores, most_rows=most_rows, max_leaves=max_leaves, widest=widest,
-        longest=longest, has_non_finite=has_non_finite, has_sink=has_sink, has_score=has_score,
-        has_dropout=has_dropout, batch=batch, grouped_heads=grouped_heads, layouts=layouts, empty_rows=empty_rows,
-        masks=masks, sink_dtypes=sink_dtypes, broadcast_sinks=broadcast_sinks,
-    )  # fmt: skip
-    return drawn.map(Structure.example)
+    return structures(**locals()).map(Structure.example)  # all parameters by name

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from .. import reference
 from ..arrays import Array, accumulator_dtype
-from ..bounds import Bounds, error_bound
+from ..bounds import Bounds
 from ..keywords import explains_keywords
 from ..planning.score_operands import numbers_of
 from ..scores.program import Program, derived, pushed
@@ -29,7 +29,6 @@ from .assertions import Example, reference_is_finer, assert_within, on_lattice
 from .memory_layouts import LAYOUTS, laid_out
 from .strategies import examples
 
-__all__ = ["KINDS", "Moving", "assert_tangents_within_bounds", "movings", "with_tangents"]
 
 KINDS = ("normal", "lattice", "zero", "one_hot", "drift")
 
@@ -154,12 +153,7 @@ class Moving:
         >>> Moving(example, {"q": example.q}).bounds.dk_dot.shape
         (1, 5, 8)
         """
-        example = self.example
-        return error_bound(
-            example.q, example.k, example.v, example.do, dlse=example.dlse, mask=example.dense_mask,
-            scale=example.scale, score=example.score, wrt=example.wrt, sink=example.sink, dropout=example.dropout,
-            precision=example.precision, product_dtype=example.product_dtype, tangents=self.tangents,
-        )  # fmt: skip
+        return self.example._bounds(tangents=self.tangents)
 
     def _wide(self, x: Array) -> Array:
         """Convert an array to a dtype with a smaller unit roundoff than that of the results."""

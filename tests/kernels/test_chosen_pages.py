@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cache_calls import NEW, Drawn, cache_of, drawn, same_bits
 from cuflash.cache import _passes
-from cuflash.cache import chosen as calls_of_queries
+from cuflash.cache import one_by_one as calls_of_queries
 from cuflash.executors.sim import Simulator
 from cuflash.masks import ChosenBlocks
 from cuflash.scores import Score

@@ -14,7 +14,7 @@ from cuflash.executors import sim as sim_executor
 from cuflash.executors.launch import run_alone
 from cuflash.executors.sim import Simulator
 from cuflash.fp8 import kernel_calls
-from cuflash.fp8.transposed import transposed_values
+from cuflash.fp8.e4m3 import transposed_values
 from cuflash.planning.quantizing import (
     PLACES, Rounding, quantize_spec, quantizing, transpose_spec, transposing,
 )  # fmt: skip

@@ -29,7 +29,7 @@ from cuflash.masks.base import And, Band, Mask, Or, Xor
 from cuflash.masks.content import content, held_arrays
 from cuflash.masks.shape import MAX_SEQLEN, MaskShape
 from cuflash.planning import plan_cache
-from cuflash.testing import strategies
+from cuflash.testing import mask_strategies
 from cuflash.blocks.work_list import work_list
 from library_parts import part
 
@@ -53,8 +53,8 @@ LENGTHS = (6, 9)
 
 def numbers(least=0):
     """Return a strategy for Python and NumPy ints: small, the largest of each type, and beyond any length."""
-    small = st.builds(strategies.as_kind, st.integers(least, 12), strategies.INTEGER_KINDS)
-    greatest = st.sampled_from([kind(np.iinfo(kind).max) for kind in strategies.INTEGER_TYPES])
+    small = st.builds(mask_strategies.as_kind, st.integers(least, 12), mask_strategies.INTEGER_KINDS)
+    greatest = st.sampled_from([kind(np.iinfo(kind).max) for kind in mask_strategies.INTEGER_TYPES])
     return small | greatest | st.sampled_from([number for number in FAR if number >= least])
 
 
@@ -195,7 +195,7 @@ def check_shapes(library, kind):
     assert extents == (9,) and type(extents[0]) is int
 
 
-@pytest.mark.parametrize("kind", strategies.INTEGER_TYPES)
+@pytest.mark.parametrize("kind", mask_strategies.INTEGER_TYPES)
 def test_shapes_and_devices_take_numbers_of_every_kind(kind):
     check_shapes(cuflash, kind)
 
@@ -212,7 +212,7 @@ def check_indices(library, kind):
     assert index_of.from_scipy(plain.to_scipy(elements=True), kind(100), kind(100)).picture() == plain.picture()
 
 
-@pytest.mark.parametrize("kind", strategies.INTEGER_TYPES)
+@pytest.mark.parametrize("kind", mask_strategies.INTEGER_TYPES)
 def test_indices_take_numbers_of_every_kind(kind):
     check_indices(cuflash, kind)
     shape = MaskShape((), 1, 100, 100)
@@ -346,7 +346,7 @@ def check_coordinates(library, kind, drawn):
         assert np.array_equal(values, expected)
 
 
-@given(st.sampled_from(strategies.INTEGER_TYPES), strategies.masks(MaskShape((), 1, 9, 9)))
+@given(st.sampled_from(mask_strategies.INTEGER_TYPES), mask_strategies.masks(MaskShape((), 1, 9, 9)))
 def test_coordinates_of_every_kind_are_told_the_same(kind, drawn):
     check_coordinates(cuflash, kind, drawn)
 
@@ -368,7 +368,7 @@ def documents(draw):
     """Draw ids of queries and keys, each in any integer dtype that holds them, often in order."""
     sides, is_in_order = [], draw(st.booleans())
     chosen = draw(st.sampled_from(ALIKE_IDS))
-    every = st.sampled_from(strategies.INTEGER_TYPES)
+    every = st.sampled_from(mask_strategies.INTEGER_TYPES)
     wide = st.permutations([np.uint64, np.int64])
     dtypes = draw(wide | st.tuples(every, every) | st.permutations([np.uint64, draw(every)]))
     for length, dtype in zip(LENGTHS, map(np.dtype, dtypes)):
@@ -404,7 +404,7 @@ def test_ids_of_all_dtypes_are_compared_exactly(drawn):
 
 @given(st.lists(st.sampled_from((0, 1, 5, 127, 2**53, 2**63, 2**64 - 1)), min_size=2, max_size=2))
 def test_lengths_of_all_dtypes_are_compared_exactly(kv):
-    fitting = [kind for kind in strategies.INTEGER_TYPES if max(kv) <= np.iinfo(kind).max]
+    fitting = [kind for kind in mask_strategies.INTEGER_TYPES if max(kv) <= np.iinfo(kind).max]
     for kind, make in itertools.product(fitting, (masks.Lengths, masks.PrefixLM)):
         lengths = np.array(kv, kind)
         mask = make(kv=lengths) if make is masks.Lengths else make(lengths, "top_left")
@@ -1054,7 +1054,7 @@ def test_a_deep_tree_answers_all_that_a_mask_is_asked():
 @given(st.data())
 def test_trees_are_kept_flat_and_shown_as_they_are(data):
     shape = MaskShape((), 1, 5, 5)
-    one, two, three = (data.draw(strategies.masks(shape, max_leaves=2)) for _ in range(3))
+    one, two, three = (data.draw(mask_strategies.masks(shape, max_leaves=2)) for _ in range(3))
     for kind, node in ((operator.and_, And), (operator.or_, Or)):
         assert kind(kind(one, two), three) == kind(one, kind(two, three)) == node((one, two, three))
         nested = kind(kind(one, two), three)
@@ -1071,7 +1071,7 @@ def in_brackets(mask):
 def check_written(library, mask):
     """Check that the repr of a mask evaluates to the mask; arrays and functions are abbreviated."""
     names = {name: getattr(library.masks, name) for name in library.masks.__all__} | {"array": np.array}
-    names |= {kind.__name__: kind for kind in strategies.INTEGER_TYPES}
+    names |= {kind.__name__: kind for kind in mask_strategies.INTEGER_TYPES}
     text = repr(mask)
     assert "=None" not in text and "=False" not in text.replace("by_head=False", "")
     if "<" not in text and "Checkered" not in text:
@@ -1081,7 +1081,7 @@ def check_written(library, mask):
         assert (again.toarray(**shape._asdict()) == mask.toarray(**shape._asdict())).all()
 
 
-@given(strategies.masks(MaskShape((), 1, 9, 9)))
+@given(mask_strategies.masks(MaskShape((), 1, 9, 9)))
 def test_a_mask_prints_as_it_is_written(drawn):
     check_written(cuflash, drawn)
 

@@ -162,24 +162,24 @@ FAULTS = {
     },
     host_scores_are_right: {
         "keys stand at the start": Edit(
-            ONE, "OwnRowsStep.attend", "[sequence, position, part.first]", "[sequence, position, 0]"
+            ONE, "OneByOneStep.attend", "[sequence, position, part.first]", "[sequence, position, 0]"
         ),
         "all sequences are the first": Edit(
-            ONE, "OwnRowsStep.attend", "[sequence, position, part.first]", "[0, position, part.first]"
+            ONE, "OneByOneStep.attend", "[sequence, position, part.first]", "[0, position, part.first]"
         ),
         "the batch's axis is read at its start": Edit(
             PLACES, "_OfSequence.__getitem__", "0 if extent == 1 else self._sequence", "0"
         ),
         "a query alone sees one key less": Edit(
-            ONE, "OwnRowsStep._parts", "min(length, position + right + 1)", "min(length, position + right)"
+            ONE, "OneByOneStep._parts", "min(length, position + right + 1)", "min(length, position + right)"
         ),
     },
     steps_are_of_their_score: {
         "numbers are those of the first call": Edit(
-            "cache/steps.py", "decode_key", "(score.program, score.numbers)", "score.program"
+            "cache/steps.py", "decode_key", "(score.program, score.numbers)", "(score.program,)"
         ),
         "any arrays are taken": Edit(
-            "cache/steps.py", "decode_key", "_layout(*arrays) if arrays else _ABSENT", "_ABSENT"
+            "cache/steps.py", "decode_key", "captured, lists)", "(), lists)"
         ),
     },
     positions_restart: {
@@ -189,7 +189,7 @@ FAULTS = {
         lambda library: _cache(library).attention(QUERY, bias=np.ones((1, 1), np.float32)[:, :0]), "bias must broadcast"
     ): {
         "arrays are checked where keys are": Edit(
-            "cache/_doors.py", "_score_reasons", "call.unfit or call.score is None", "True"
+            "cache/_doors.py", "checked_queries", "if score is None else fit_reasons", "if True else fit_reasons"
         ),
     },
     refuses(
@@ -207,7 +207,7 @@ FAULTS = {
     },
     refuses(_over, "v_pages must not overlap k_pages"): {
         "one array is keys and values": Edit(
-            "cache/given_pages.py", "checked_pages", 'overlap_reasons("v_pages", v, {"k_pages": k})', "[]"
+            "cache/_changes.py", "_checked_pages", 'overlap_reasons("v_pages", v, {"k_pages": k})', "[]"
         ),
     },
     refuses(lambda library: _cache(library, part_keys=64, capacity=8193), "into at most 128 parts"): {

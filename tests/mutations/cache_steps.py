@@ -70,7 +70,7 @@ def steps_write_the_addresses_of_their_call(library: ModuleType) -> None:
     first, second = inputs(), inputs()
     second |= {name: first[name] for name in ("k", "v", "table", "lengths", "num_faults", "arrivals")}
     kernels = decode_pass_of(library, first)
-    step = steps.DecodeStep(kernels, first, target)
+    step = steps.DecodeStep(kernels, first, target, ("q", "sink"))
     memory = zeros(step.nbytes, dtype=np.uint8)
     for arrays, lse in ((first, None), (second, second["lse"].data.ptr)):
         q, o, counts, sink = (arrays[name].data.ptr for name in ("q", "o", "counts", "sink"))
@@ -95,7 +95,7 @@ def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
     """Check that steps refuse arrays that are unaligned or may overlap, and options with types that need a check."""
     steps, arrays = part(library, "cache.steps"), inputs()
     q, o, sink = (arrays[name].data.ptr for name in ("q", "o", "sink"))
-    step = steps.DecodeStep(decode_pass_of(library, arrays), arrays, Recording())
+    step = steps.DecodeStep(decode_pass_of(library, arrays), arrays, Recording(), ("q", "sink"))
     far = (0, 16)
     assert step.takes([q, sink, o], [far]) and step.takes([q, sink], [far])
     start, end = o, o + arrays["o"].nbytes
@@ -108,9 +108,10 @@ def what_must_be_checked_is_not_taken(library: ModuleType) -> None:
     steps.layout_key = lambda *arguments: len(arguments)
     try:
         right = (True, (3, None), None, "auto", "auto", "ieee")
-        assert steps.decode_key(None, q, None, None, right) is not None
+        assert steps.decode_key(None, steps.Request(q, None, None, right, None, None)) is not None
         for place, value in enumerate((1, (True, None), True, None, None, None)):
-            assert steps.decode_key(None, q, None, None, (*right[:place], value, *right[place + 1 :])) is None
+            wrong = *right[:place], value, *right[place + 1 :]
+            assert steps.decode_key(None, steps.Request(q, None, None, wrong, None, None)) is None
     finally:
         steps.layout_key = original
 

@@ -166,7 +166,7 @@ FAULTS = {
     },
     refuses(attends(window=(Q, 0)), "window must be (left, right)"): {
         "a side of a window is anything": Edit(
-            "blocks/work_list.py", "_window",
+            "masks/fields.py", "window_sides",
             "if not is_pair or not all(side is None or is_int(side) for side in window):",
             "if not is_pair:",
         ),
@@ -234,7 +234,9 @@ FAULTS = {
     takes(
         lambda library: library.BlockIndex.from_blocks(np.eye(2, dtype=bool), np.uint8(4), 4, 2).num_q_blocks == 2
     ): {
-        "unsigned lengths wrap": Edit("masks/shape.py", "MaskShape.__new__", "whole_number(name, value, 0)", "value"),
+        "unsigned lengths wrap": Edit(
+            "masks/shape.py", "MaskShape.__new__", "map(int, extents.values())", "extents.values()"
+        ),
     },
     refuses(
         lambda library: library.BlockIndex.from_mask(library.masks.Causal(), 2, 2, 2, num_heads=2**70),

@@ -97,7 +97,7 @@ def kernels_keep_bounds() -> None:
 LIST, SET, COPY, BODY = (
     "attention/chosen_pages.cuh", "tile/bit_set.cuh", "sm80/cache_copy.cuh", "sm80/decode.cuh"
 )  # fmt: skip
-RULES, ROWS, BOUNDS = "cache/chosen.py", "cache/paged_rows.py", "cache/key_bounds.cu"
+RULES, ROWS, BOUNDS = "cache/_doors.py", "cache/paged_rows.py", "cache/key_bounds.cu"
 BOUND, CHOICE, RECORD, SEARCH = (
     "lists/page_scores.cu", "lists/page_choice.cu", "lists/page_choice.cuh", "lists/searched_row.cuh"
 )  # fmt: skip
@@ -300,13 +300,13 @@ FAULTS = {
         ),
     },
     lists_are_checked: {
-        "blocks fit any page": Edit(RULES, "mask_reasons", "if cache.is_paged and (", "if False and ("),
+        "blocks fit any page": Edit(RULES, "_mask_reasons", "if cache.is_paged and (", "if False and ("),
         "blocks fit in any step": Edit(
-            RULES, "mask_reasons", "block % BLOCK_STEP or block % page_size", "block % page_size"
+            RULES, "_mask_reasons", "block % BLOCK_STEP or block % page_size", "block % page_size"
         ),
         "lists have any number of heads": Edit(
-            RULES, "mask_reasons", "mask.require_heads(int(q.shape[1]), int(cache.rows.k.shape[1]))", "pass"
+            RULES, "_mask_reasons", "mask.require_heads(int(q.shape[1]), int(cache.rows.k.shape[1]))", "pass"
         ),
-        "masks without lists are lists": Edit(RULES, "mask_reasons", "type(mask) is not ChosenBlocks", "False"),
+        "masks without lists are lists": Edit(RULES, "_mask_reasons", "type(mask) is not ChosenBlocks", "False"),
     },
 }  # fmt: skip

@@ -151,7 +151,7 @@ FAULTS = {
             "bounds/forward.py", "Weights.of", "*factors.shape[1:]), factor, 2", "*factors.shape[1:]), factor, 1"
         ),
         "dropped weights count in dv": Edit(
-            "bounds/gradients.py", "gradient_tolerances", "weights = z * (", "weights = ("
+            "bounds/gradients.py", "gradient_tolerances", "weights = z *", "weights ="
         ),
     },
     wrong_numbers_are_refused: {

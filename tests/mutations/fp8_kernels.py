@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from cuflash.executors.launch import run_alone
 from cuflash.executors.sim import Simulator
-from cuflash.fp8.transposed import transposed_values
+from cuflash.fp8.e4m3 import transposed_values
 from cuflash.planning.quantizing import transpose_spec, transposing
 from executors import SIM
 from mutations.planting import Edit

@@ -263,8 +263,7 @@ FAULTS = {
             "blocks/work_list.py", "IntervalWork.sequence_tiles", "self.sequence_tile[0]", "self.sequence_tile[1]"
         ),
         "a tile has the queries of all keys before": Edit(
-            "blocks/work_list.py", "IntervalWork.sequence_tiles",
-            '- np.searchsorted(of_hi, starts[:-1], side="right")', "",
+            "blocks/work_list.py", "_num_rows", '- xp.searchsorted(hi, first, side="right")', "",
         ),
     },
     each_call_reads_offsets: {

@@ -169,7 +169,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 
 CHANGES, PAGES, ROWS = "cache/_changes.py", "cache/pages.py", "cache/paged_rows.py"
-GIVEN, ONE, ARGUMENTS = "cache/given_pages.py", "cache/one_by_one.py", "cache/arguments.py"
+GIVEN, ONE, ARGUMENTS = "cache/_changes.py", "cache/one_by_one.py", "cache/arguments.py"
 DOORS, STATE = "cache/_doors.py", "cache/_state.py"
 ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
@@ -184,9 +184,9 @@ FAULTS = {
         "a window reads the first pages": Edit(
             ROWS, "PagedRows._gathered", "[first : -(-stop // size)]", "[0 : -(-stop // size) - first]"
         ),
-        "the first query has no result": Edit(ONE, "OwnRowsStep._parts", "slice(0, new)", "slice(1, new)"),
+        "the first query has no result": Edit(ONE, "OneByOneStep._parts", "slice(0, new)", "slice(1, new)"),
         "rows that are not counted keep what they had": Edit(
-            ONE, "OwnRowsStep.attend", "o[sequence], lse[sequence] = results_without_keys(own_sink, lse)", "pass"
+            ONE, "OneByOneStep.attend", "o[sequence], lse[sequence] = results_without_keys(own_sink, lse)", "pass"
         ),
         "a sink of inf without keys is a number": Edit(ONE, "results_without_keys", "xp.isposinf(logit)", "False"),
         "all sequences have the first one's sink": Edit(
@@ -199,7 +199,7 @@ FAULTS = {
             ONE, "OwnRowsStep._run", "= (seqlen_q, seqlen_kv)", "= (seqlen_kv,)"
         ),
         "queries see later keys": Edit(
-            ONE, "OwnRowsStep._parts", "offset + right", "offset + right + 1"
+            ONE, "OneByOneStep._parts", "offset + right", "offset + right + 1"
         ),
         "rows on the next page are taken for rows on this one": Edit(
             PAGES, "PagePool._has_page", "(stop - 1) // self.page_size", "length // self.page_size"
@@ -226,7 +226,7 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).attention(K, sink=ODD_SINK), "(*batch, num_heads) = (2, 1)"): {
         "sinks are taken as they are": Edit(
-            DOORS, "_sink_reasons", "sink_reasons(call.sink, call.q, call.cache.rows.k)", "[]"
+            DOORS, "checked_queries", "sink_reasons(sink, q, k)", "[]"
         ),
     },
     numbers_of_rows_are_planned_once: {
@@ -312,7 +312,7 @@ FAULTS = {
     },
     refuses(lambda library: filled(library).append(K, K[:, :, :2]), "v must have k's 3 rows"): {
         "keys and values need not be as many": Edit(
-            DOORS, "_pair_reasons", "if k.shape[2] == v.shape[2]", "if True"
+            DOORS, "checked_rows", "if k.shape[2] == v.shape[2]", "if True"
         ),
     },
     refuses(lambda library: over(library, [[0, 3]], [0]), "block_table must name pages below 3"): {

@@ -215,9 +215,9 @@ FAULTS = {
     },
     edits_of_masks_are_seen: {
         "elements are not compared": Edit(
-            SNAPSHOT, "_Array.is_like", "bool((_words(value) == _words(self.copy)).all())", "True"
+            SNAPSHOT, "_are_equal", "bool((_words(array) == _words(copy)).all())", "True"
         ),
-        "an array is compared with itself": Edit(SNAPSHOT, "_Array.__init__", 'array.copy("K")', "array"),
+        "an array is compared with itself": Edit(SNAPSHOT, "_copied", 'value.copy("K")', "value"),
         "what a function reads is not compared": Edit(
             SNAPSHOT, "_parts", "yield cell.cell_contents", "yield None"
         ),

@@ -174,9 +174,9 @@ FAULTS = {
         "without a key a float64 sink is lse": Edit(
             "bounds/forward.py", "forward_tolerances", ".where(is_row, tol_lse, e_logit)", ".where(is_row, tol_lse, 0)"
         ),
-        "delta has no error": Edit("bounds/gradients.py", "sink_tolerance", "+ p_sink * e_delta", ""),
+        "delta has no error": Edit("bounds/gradients.py", "sink_tolerance", "+ p_sink * e_factor", ""),
         "lse has no error for the sink": Edit(
-            "bounds/gradients.py", "sink_tolerance", "eta = forward.tol_lse + e_logit", "eta = e_logit"
+            "bounds/gradients.py", "sink_weight", "forward.tol_lse + operands.e_logit", "operands.e_logit"
         ),
     },
     calls_are_told_apart: {

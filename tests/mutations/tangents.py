@@ -332,7 +332,7 @@ FAULTS = {
             BOUNDS, "push_tolerances", "z * (p_excess + rounding * p_larger + np.minimum(p, model.wp))", "z * 0 * p"
         ),
         "o_dot has no error": Edit(
-            BOUNDS, "delta_tangents", "np.abs(do_dot) * forward.tol_o + np.abs(do) * push.tol_o_dot",
+            BOUNDS, "_delta_tangents", "np.abs(do_dot) * forward.tol_o + np.abs(do) * push.tol_o_dot",
             "np.abs(do_dot) * forward.tol_o",
         ),
         "slopes' tangents have no error": Edit(BOUNDS, "_through_slopes", "+ pushed.e_slope_dot * larger", ""),
@@ -357,8 +357,7 @@ FAULTS = {
     },
     overflow_has_no_bound: {
         "a weight of zero hides infinity": Edit(
-            BOUNDS, "sink_second_tolerance", "np.where(is_sink, each + p_sink * e_inner, 0)",
-            "np.where(p_sink == 0, 0, each + p_sink * e_inner)",
+            BOUNDS, "_sink_second_tolerance", "np.isneginf(operands.logit)", "np.exp(forward.log_p_sink) == 0"
         ),
     },
     wrong_tangents_are_refused: {

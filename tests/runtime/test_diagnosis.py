@@ -39,7 +39,7 @@ def test_what_is_missing_for_good_reason_says_so(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(subject: str) -> Any:
+    def broken() -> Any:
         raise RuntimeError("disk on fire")
 
     monkeypatch.setattr(room, "_CHECKS", dict.fromkeys(room._CHECKS, broken))

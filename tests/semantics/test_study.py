@@ -38,7 +38,7 @@ def grids(causal: bool, grid: int) -> np.ndarray:
 @given(st.integers(1, 13), st.integers(1, 3))
 def test_each_limit_has_the_densest_size_that_it_allows(name: str, causal: bool, grid: int, num_heads: int) -> None:
     family, eligible = FAMILIES[name], grids(causal, grid)
-    every = [density_of(family.make(grid, size, num_heads), eligible) for size in family.sizes(grid)]
+    every = [density_of(family.blocks(grid, size, num_heads), eligible) for size in family.sizes(grid)]
     chosen = densest(family, DENSITIES, eligible, num_heads)
     assert smallest_density(family, eligible, num_heads) == min(every)
     for limit in DENSITIES:
