@@ -7,28 +7,21 @@ from math import prod
 
 import numpy as np
 
-from .launches import Pass, Workspace
-from .spec import SIMT, Entry, KernelSpec
+from .launches import POINTER, Pass, Workspace, structure
+from .spec import SIMT, Entry, KernelSpec, untiled
 
 MOST_PARTS = 128  # maximum number of parts that one launch merges
 # These records mirror `kernels_cu/results/params.cuh`.
-MERGE = np.dtype(
-    [
-        *((name, [(str(part), np.uint64) for part in range(MOST_PARTS)]) for name in ("outs", "lses")),
-        *((name, np.uint64) for name in ("o", "lse")),
-        ("num_rows", np.int64),
-        *((name, np.int32) for name in ("num_parts", "num_columns", "threads_per_row", "padding")),
-    ],
-    align=True,
-)
-COMPARISON = np.dtype(
-    [
-        *((name, np.uint64) for name in ("o", "lse", "kept_o", "kept_lse", "sums", "num_arrived", "mass", "error")),
-        *((name, np.int64) for name in ("num_rows", "num_elements")),
-    ],
-    align=True,
+MERGE = structure(
+    (structure((POINTER, *map(str, range(MOST_PARTS)))), "outs", "lses"),
+    (POINTER, "o", "lse"),
+    (np.int64, "num_rows"),
+    (np.int32, "num_parts", "num_columns", "threads_per_row", "padding"),
 )
 COMPARED = ("o", "lse", "kept_o", "kept_lse")  # inputs of the kernel "compare"
+COMPARISON = structure(
+    (POINTER, *COMPARED, "sums", "num_arrived", "mass", "error"), (np.int64, "num_rows", "num_elements")
+)
 _COLUMNS = 4  # columns per thread of the kernel "merge"
 _ELEMENTS, _MOST_BLOCKS = 16, 1024  # elements per thread, and maximum number of thread blocks, of the kernel "compare"
 _BYTES_OF_SQUARES = 16  # size of two float64 sums
@@ -49,9 +42,7 @@ _KERNELS = {
 def result_spec(name: str, dtype: np.dtype[np.generic]) -> KernelSpec:
     """Return the specification of a kernel that reads results of a dtype."""
     entry, num_warps = _KERNELS[name]
-    return KernelSpec(
-        entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=num_warps, min_blocks=1
-    )
+    return untiled(entry, dtype, num_warps)
 
 
 def every_result_spec(dtypes: tuple[np.dtype[np.generic], ...]) -> set[KernelSpec]:

@@ -11,18 +11,14 @@ from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
 from .families.family import launch_of
 from .families.sm80 import MASS_CHUNK
-from .launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
+from .launches import MATRICES, POINTER, Feature, Kernels, Pass, TileOrder, Workspace, structure
 from .problem import Problem
 from .routing import mass_kernel
 from .score_launches import with_score
 
-MASS_GRID = np.dtype(
-    [
-        ("mass", MATRICES), ("block_q", np.int64), ("block_kv", np.int64), ("has_lse", np.int64),
-        ("turned_columns", np.int64), ("row_masses", np.uint64),
-    ],
-    align=True,
-)  # fmt: skip
+MASS_GRID = structure(
+    (MATRICES, "mass"), (np.int64, "block_q", "block_kv", "has_lse", "turned_columns"), (POINTER, "row_masses")
+)
 
 
 def mass_shape(problem: Problem, block: tuple[int, int]) -> tuple[int, ...]:

@@ -18,22 +18,13 @@ from math import prod
 
 import numpy as np
 
-from .launches import Feature, Launch, Pass, Workspace
+from .launches import POINTER, Feature, Launch, Pass, Workspace, structure
 from .problem import Problem
-from .spec import SIMT, Entry, KernelSpec
+from .spec import SIMT, Entry, KernelSpec, smallest
 
 # 64-bit words of an exact sum, by the dtype of its terms; must equal those of `ExactSum` in tile/exact_sum.cuh.
 EXACT_WORDS = {np.dtype(np.float32): 15, np.dtype(np.float64): 91}
-CAPTURED_SUMS = np.dtype(
-    [
-        ("gradient", np.uint64),
-        ("sums", np.uint64),
-        ("num_elements", np.int64),
-        ("num_parts", np.int64),
-        ("operation", np.int64),
-    ],
-    align=True,
-)
+CAPTURED_SUMS = structure((POINTER, "gradient", "sums"), (np.int64, "num_elements", "num_parts", "operation"))
 OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by axes: "parts b", "parts h" or "parts bh"
 _SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel "captured_sums"
 _WARPS, _ELEMENTS_OF_THREAD, _MAX_BLOCKS = 4, 8, 1 << 12
@@ -116,9 +107,7 @@ def with_captured_sums(
 
 def sums_spec(dtype: np.dtype[np.generic]) -> KernelSpec:
     """Return the kernel that computes a gradient from its sums; `dtype` is that of parts. The kernel has no tiles."""
-    return KernelSpec(
-        entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16, num_warps=_WARPS, min_blocks=1,
-    )  # fmt: skip
+    return smallest(_ENTRY, dtype, _WARPS)
 
 
 def address_rank(rank: int, kind: str) -> int:

@@ -28,17 +28,16 @@ from ._params import UNLIMITED
 from .interval_kernels import (
     AT_CALL, IntervalsAtCall, IntervalSource, SourceOfResults, are_served, leading_strides, list_launch,
 )  # fmt: skip
-from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
+from .launches import BATCH, BATCH_AXES, BATCH_STRIDES, POINTER, Feature, Launch, Pass, Workspace, structure
 from .problem import Problem
 from .query_lists import QueryLists
-from .spec import SIMT, Entry, KernelSpec
+from .spec import SIMT, Entry, KernelSpec, untiled
 
 ROWS = 64  # rows of a tile: neighboring queries, each with all heads that share its list and its keys
 _TILES_OF_CHUNK = 64  # must equal kTilesOfChunk in kernels_cu/attention/chosen_lists.cuh
 _COLUMN_WARPS = 8  # warps that share the tiles of a chunk; each has its own counts
 _NARROW_BLOCKS, _STEP = (16, 32), 64  # supported keys per block: these, and multiples of 64
 _SHARED_BYTES = 32 << 10  # bytes of shared memory for the words or counts that a thread block processes at a time
-_POINTER = np.uint64
 _RESULTS, _INTERVALS = ("ranges", "kv_blocks", "words"), ("lo", "hi")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
 _PARTS = ("part_pointers", "column_parts", "part_arrivals")
@@ -51,35 +50,25 @@ NOT_JOINED = (
     "gradients of a score function's arrays, and of an index on a device only if it has no partial blocks"
 )
 # This record mirrors `kernels_cu/attention/chosen_lists.cuh`.
-CHOSEN_LISTS = np.dtype(
-    [
-        *((name, _POINTER) for name in ("ranges", "words", *_COLUMNS, *_PARTS)),
-        *((name, np.int32) for name in ("batch_stride", "head_stride", "num_list_heads", "heads_per_list")),
-        *((name, np.int32) for name in ("heads_per_tile", "queries_per_tile", "num_tiles")),
-        *((name, np.int32) for name in ("num_blocks", "words_per_entry", "max_members")),
-        *((name, np.int32) for name in ("num_chunks", "blocks_at_once")),
-        *((name, np.int32) for name in ("queries_per_part", "num_parts", "max_parts", "padding")),
-    ],
-    align=True,
+CHOSEN_LISTS = structure(
+    (POINTER, "ranges", "words", *_COLUMNS, *_PARTS),
+    (np.int32, "batch_stride", "head_stride", "num_list_heads", "heads_per_list"),
+    (np.int32, "heads_per_tile", "queries_per_tile", "num_tiles", "num_blocks", "words_per_entry", "max_members"),
+    (np.int32, "num_chunks", "blocks_at_once", "queries_per_part", "num_parts", "max_parts", "padding"),
 )
 # This record mirrors `kernels_cu/lists/chosen.cuh`.
-CHOSEN_PARAMS = np.dtype(
-    [
-        *((name, _POINTER) for name in ("blocks", "counts")),
-        *((f"{name}_batch_strides", np.int64, (BATCH_AXES,)) for name in ("blocks", "counts")),
-        *((f"blocks_{axis}stride", np.int64) for axis in ("head_", "row_", "")),
-        *((f"counts_{axis}stride", np.int64) for axis in ("head_", "row_")),
-        *((name, np.int64) for name in ("lower", "upper")),
-        *((name, _POINTER) for name in _INTERVALS),
-        ("rows_batch_stride", np.int64),
-        *((name, _POINTER) for name in _RESULTS),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks")),
-        *((name, np.int32) for name in ("blocks_itemsize", "counts_itemsize", "is_counts_signed")),
-        *((name, np.int32) for name in ("queries_per_tile", "num_tiles", "words_per_entry", "max_entries")),
-        *((name, np.int32) for name in ("blocks_at_once", "has_starts")),
-    ],
-    align=True,
+CHOSEN_PARAMS = structure(
+    (POINTER, "blocks", "counts"),
+    (BATCH_STRIDES, "blocks_batch_strides", "counts_batch_strides"),
+    (np.int64, "blocks_head_stride", "blocks_row_stride", "blocks_stride", "counts_head_stride", "counts_row_stride"),
+    (np.int64, "lower", "upper"),
+    (POINTER, *_INTERVALS),
+    (np.int64, "rows_batch_stride"),
+    (POINTER, *_RESULTS),
+    (BATCH, "batch"),
+    (np.int32, "num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks"),
+    (np.int32, "blocks_itemsize", "counts_itemsize", "is_counts_signed", "queries_per_tile", "num_tiles"),
+    (np.int32, "words_per_entry", "max_entries", "blocks_at_once", "has_starts"),
 )
 
 
@@ -88,22 +77,15 @@ def _sum_bytes(spec: KernelSpec) -> int:
     return 4 * spec.num_threads
 
 
-def _spec(entry: Entry, num_warps: int, *, packs_queries: bool) -> KernelSpec:
-    return KernelSpec(
-        entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=num_warps,
-        min_blocks=1, packs_queries=packs_queries,
-    )  # fmt: skip
-
-
-UNIONS = _spec(Entry(family="lists", name="unions", runs_as=SIMT), 1, packs_queries=False)
+UNIONS = untiled(Entry(family="lists", name="unions", runs_as=SIMT), num_warps=1)
 COLUMN_SPECS = {
-    entry.name: _spec(entry, num_warps, packs_queries=True)
+    entry.name: replace(untiled(entry, num_warps=num_warps), packs_queries=True)
     for entry, num_warps in {
         Entry(family="lists", name="columns_count", runs_as=SIMT): _COLUMN_WARPS,
         Entry(family="lists", name="columns_scan", runs_as=SIMT, shared_bytes=_sum_bytes): 8,
         Entry(family="lists", name="columns_fill", runs_as=SIMT): _COLUMN_WARPS,
     }.items()
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,23 +13,19 @@ from ..dropout import SEED_DTYPES, Draws, Dropout, is_key
 from ..errors import UnsupportedProblem
 from ..masks.places import Places
 from ..masks.shape import MaskShape
-from .launches import Feature, Kernels, Launch, Pass
+from .launches import Feature, Kernels, Launch, Pass, structure
 from .operands import Operand
 
 NAME = "dropout"  # the feature's name
 SEED = "dropout_seed"  # the operand's name
 NUMBERS = ("seed", "offset")  # fields that each call passes, in the order of `Dropout._numbers`
-DROPOUT = np.dtype(
-    [
-        ("seed", np.uint64),
-        (SEED, np.uint64),
-        ("offset", np.uint32),
-        ("either", np.uint32, (8,)),
-        ("factor", np.float64),
-        ("single_factor", np.float32),
-        *((name, np.uint32) for name in ("first_row", "first_column", "first_head", "num_heads", "num_heads_of_all")),
-    ],
-    align=True,
+DROPOUT = structure(
+    (np.uint64, "seed", SEED),
+    (np.uint32, "offset"),
+    (np.dtype((np.uint32, (8,))), "either"),
+    (np.float64, "factor"),
+    (np.float32, "single_factor"),
+    (np.uint32, "first_row", "first_column", "first_head", "num_heads", "num_heads_of_all"),
 )
 
 

@@ -23,44 +23,33 @@ from ..masks.base import And, Mask
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
-from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
-from .spec import SIMT, Entry, KernelSpec
+from .launches import BATCH, BATCH_AXES, BATCH_STRIDES, POINTER, Feature, Launch, Pass, Workspace, structure
+from .spec import SIMT, Entry, KernelSpec, untiled
 
 AT_CALL = "lists"  # the name of the array of all results that kernels compute at each call
-_POINTER = np.uint64
 _ALIGNMENT = 256  # alignment in bytes of each result in the array that holds all of them
 _SIDES = ("q", "kv")
 _KINDS = ("sequences", "lengths", "documents")  # in the order of `IntervalKind` in kernels_cu/lists/interval_params.cuh
 _MOST_THREADS = 1 << 30  # maximum number of threads, since kernels number them in int32
 _OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # results that attention kernels do not read
 # This record mirrors `kernels_cu/lists/interval_params.cuh`.
-INTERVAL_PARAMS = np.dtype(
-    [
-        *((f"{side}_integers", _POINTER) for side in _SIDES),
-        *((f"{side}_batch_strides", np.int64, (BATCH_AXES,)) for side in _SIDES),
-        *((f"{side}_stride", np.int64) for side in _SIDES),
-        *((name, _POINTER) for name in ("rows_lo", "rows_hi")),
-        *((f"rows_{axis}_stride", np.int64) for axis in ("batch", "head")),
-        *((name, _POINTER) for name in ("lo", "hi", "row_lengths", "column_lengths", "row_order", "column_order")),
-        *((name, _POINTER) for name in ("q_blocks", "kv_blocks", "tile_lengths", "column_entries")),
-        *((name, np.int64) for name in ("left", "right", "q_length", "kv_length")),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "num_offsets")),
-        *((f"{side}_itemsize", np.int32) for side in _SIDES),
-        *((f"is_{side}_signed", np.int32) for side in _SIDES),
-        ("is_bottom_right", np.int32),
-        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
-        *((name, np.int32) for name in ("tile_q", "tile_kv", "num_q_tiles", "num_kv_tiles", "kind")),
-    ],
-    align=True,
+INTERVAL_PARAMS = structure(
+    (POINTER, "q_integers", "kv_integers"),
+    (BATCH_STRIDES, "q_batch_strides", "kv_batch_strides"),
+    (np.int64, "q_stride", "kv_stride"),
+    (POINTER, "rows_lo", "rows_hi"),
+    (np.int64, "rows_batch_stride", "rows_head_stride"),
+    (POINTER, "lo", "hi", "row_lengths", "column_lengths", "row_order", "column_order"),
+    (POINTER, "q_blocks", "kv_blocks", "tile_lengths", "column_entries"),
+    (np.int64, "left", "right", "q_length", "kv_length"),
+    (BATCH, "batch"),
+    (np.int32, "num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "num_offsets", "q_itemsize", "kv_itemsize"),
+    (np.int32, "is_q_signed", "is_kv_signed", "is_bottom_right", "block_q", "block_kv", "num_q_blocks"),
+    (np.int32, "num_kv_blocks", "tile_q", "tile_kv", "num_q_tiles", "num_kv_tiles", "kind"),
 )
 INTERVAL_SPECS = {
-    name: KernelSpec(
-        entry=Entry(family="lists", name=name, runs_as=SIMT), dtype=np.dtype(np.float32), head_dim=0, value_dim=0,
-        block_q=0, block_kv=0, num_warps=4, min_blocks=1,
-    )
-    for name in ("intervals", "interval_orders")
-}  # fmt: skip
+    name: untiled(Entry(family="lists", name=name, runs_as=SIMT)) for name in ("intervals", "interval_orders")
+}
 
 
 class _Integers:

@@ -10,21 +10,28 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .spec import KernelSpec
 
 BATCH_AXES = 3  # equals kBatchAxes of the kernels; each entry along further batch axes takes its own launch
-MATRICES = np.dtype(
-    [
-        ("data", np.uint64),
-        ("batch_strides", np.int64, (BATCH_AXES,)),
-        ("head_stride", np.int64),
-        ("row_stride", np.int64),
-        ("column_stride", np.int64),
-        ("is_accumulator", np.int64),
-    ],
-    align=True,
-)  # an array in the records that kernels take by value
+POINTER = np.uint64  # the type of addresses in records
+BATCH, BATCH_STRIDES = (np.dtype((kind, (BATCH_AXES,))) for kind in (np.int32, np.int64))
+
+
+def structure(*members: tuple[DTypeLike, *tuple[str, ...]]) -> np.dtype[np.generic]:
+    """Return the layout of a structure in CUDA; each argument is a type, followed by the names of members of this type.
+
+    >>> structure((np.float64, "x"), (np.int32, "row", "column")).itemsize
+    16
+    """
+    return np.dtype([(name, np.dtype(kind)) for kind, *names in members for name in names], align=True)
+
+
+MATRICES = structure(
+    (POINTER, "data"), (BATCH_STRIDES, "batch_strides"),
+    (np.int64, "head_stride", "row_stride", "column_stride", "is_accumulator"),
+)  # an array in the records that kernels take by value  # fmt: skip
 
 
 TENSOR_MAP_PARAM = np.dtype(

@@ -30,10 +30,9 @@ from .interval_kernels import AT_CALL as AT_CALL
 from .interval_kernels import (
     IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch,
 )  # fmt: skip
-from .launches import BATCH_AXES, Feature, Pass, Workspace
-from .spec import SIMT, Entry, KernelSpec
+from .launches import BATCH, BATCH_AXES, BATCH_STRIDES, POINTER, Feature, Pass, Workspace, structure
+from .spec import SIMT, Entry, KernelSpec, untiled
 
-_POINTER = np.uint64
 _OF_LISTS_ALONE = ("grid_kinds", "ranks")  # results that attention kernels do not read
 _RESULTS = (*_OF_LISTS_ALONE, *LISTS)
 _BYTES = ("grid_kinds", "kinds", "bits")
@@ -43,19 +42,15 @@ _SIZES = (
     "divisor_q", "divisor_kv",
 )  # fmt: skip
 # This record mirrors `kernels_cu/lists/params.cuh`.
-LIST_PARAMS = np.dtype(
-    [
-        ("mask", _POINTER),
-        ("mask_batch_strides", np.int64, (BATCH_AXES,)),
-        *((f"mask_{axis}_stride", np.int64) for axis in ("head", "row", "column")),
-        ("lo", _POINTER),
-        ("hi", _POINTER),
-        *((f"interval_{axis}_stride", np.int64) for axis in ("batch", "head")),
-        *((name, _POINTER) for name in _RESULTS),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in (*_SIZES, "padding")),
-    ],
-    align=True,
+LIST_PARAMS = structure(
+    (POINTER, "mask"),
+    (BATCH_STRIDES, "mask_batch_strides"),
+    (np.int64, "mask_head_stride", "mask_row_stride", "mask_column_stride"),
+    (POINTER, "lo", "hi"),
+    (np.int64, "interval_batch_stride", "interval_head_stride"),
+    (POINTER, *_RESULTS),
+    (BATCH, "batch"),
+    (np.int32, *_SIZES, "padding"),
 )
 # The results of the kernels, by the fields of a block index that hold them.
 _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
@@ -66,19 +61,15 @@ def _count_bytes(spec: KernelSpec) -> int:
     return 4 * spec.num_threads
 
 
-_WARPS = {
-    Entry(family="lists", name="classify", runs_as=SIMT): 4,
-    Entry(family="lists", name="ranks", runs_as=SIMT): 4,
-    Entry(family="lists", name="pointers", runs_as=SIMT, shared_bytes=_count_bytes): 16,
-    Entry(family="lists", name="entries", runs_as=SIMT, shared_bytes=_count_bytes): 8,
-}
 LIST_SPECS = {
-    entry.name: KernelSpec(
-        entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
-        num_warps=num_warps, min_blocks=1,
-    )
-    for entry, num_warps in _WARPS.items()
-}  # fmt: skip
+    entry.name: untiled(entry, num_warps=num_warps)
+    for entry, num_warps in {
+        Entry(family="lists", name="classify", runs_as=SIMT): 4,
+        Entry(family="lists", name="ranks", runs_as=SIMT): 4,
+        Entry(family="lists", name="pointers", runs_as=SIMT, shared_bytes=_count_bytes): 16,
+        Entry(family="lists", name="entries", runs_as=SIMT, shared_bytes=_count_bytes): 8,
+    }.items()
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

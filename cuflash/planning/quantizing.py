@@ -9,28 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import UP_TO_FLOAT32
-from .launches import Pass
+from .launches import POINTER, Pass, structure
 from .spec import SM90, Entry, KernelSpec
 
-QUANTIZED_ARRAY = np.dtype(
-    [
-        *((name, np.uint64) for name in ("x", "data", "scale", "signs", "transposed")),
-        *((name, np.int32) for name in ("num_rows", "num_scales", "num_blocks", "end_block")),
-    ],
-    align=True,
+QUANTIZED_ARRAY = structure(
+    (POINTER, "x", "data", "scale", "signs", "transposed"),
+    (np.int32, "num_rows", "num_scales", "num_blocks", "end_block"),
 )
 PLACES = ("first", "second", "third")  # the arrays of one launch: q, k and v
-QUANTIZE = np.dtype(
-    [*((name, QUANTIZED_ARRAY) for name in PLACES), *((name, np.float32) for name in ("largest", "normalizer"))],
-    align=True,
-)
-TRANSPOSE = np.dtype(
-    [
-        *((name, np.uint64) for name in ("data", "transposed")),
-        *((name, np.int32) for name in ("num_rows", "padded_rows")),
-    ],
-    align=True,
-)
+QUANTIZE = structure((QUANTIZED_ARRAY, *PLACES), (np.float32, "largest", "normalizer"))
+TRANSPOSE = structure((POINTER, "data", "transposed"), (np.int32, "num_rows", "padded_rows"))
 CAPABILITY = (9, 0)  # compute capability of the chips that run these kernels
 KEYS = 128  # number of keys that a thread block transposes; lengths are rounded up to a multiple of it
 _LANES_OF_ROW = 4

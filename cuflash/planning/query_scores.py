@@ -10,24 +10,20 @@ import numpy as np
 
 from ..arrays import Array, accumulator_dtype
 from .device import DeviceSpec
-from .launches import BATCH_AXES, Pass
+from .launches import BATCH, BATCH_AXES, Pass, structure
 from .list_kernels import AT_CALL
 from .selection_kernels import CHOICE, STRIDED_ROWS, ChoiceRule, layout_of_rows
 from .spec import SM80, Entry, KernelSpec
 
 # This record mirrors `kernels_cu/lists/query_scores.cuh`.
-QUERY_SCORES = np.dtype(
-    [
-        *((name, STRIDED_ROWS) for name in ("q", "k", "lse")),
-        ("choice", CHOICE),
-        ("scale_log2", np.float64),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_heads", "group_size", "heads_of_list", "num_keys", "num_columns")),
-        *((name, np.int32) for name in ("step", "length", "num_parts", "parts_of_block", "sums_weights")),
-        *((name, np.int32) for name in ("has_shares", "place_columns", "queries_per_tile", "keeps_places")),
-        ("uses_lanes", np.int32),
-    ],
-    align=True,
+QUERY_SCORES = structure(
+    (STRIDED_ROWS, "q", "k", "lse"),
+    (CHOICE, "choice"),
+    (np.float64, "scale_log2"),
+    (BATCH, "batch"),
+    (np.int32, "num_heads", "group_size", "heads_of_list", "num_keys", "num_columns", "step", "length", "num_parts"),
+    (np.int32, "parts_of_block", "sums_weights", "has_shares", "place_columns", "queries_per_tile", "keeps_places"),
+    (np.int32, "uses_lanes"),
 )
 _ROWS, _KEYS, _WARPS = 64, 64, 4  # rows and keys of a tile, and warps
 _ROWS_OF_LANES = 16  # queries of a tile from which pairs of lanes choose, as many as a warp then has rows

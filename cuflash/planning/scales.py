@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .launches import MATRICES, Feature
+from .launches import MATRICES, Feature, structure
 
 SCALE_ARRAYS = ("q_scale", "k_scale", "v_scale")
 _ROWS = ("q_rows", "k_rows", "v_rows")
-SCALES = np.dtype([*((name, MATRICES) for name in SCALE_ARRAYS), *((name, np.int64) for name in _ROWS)], align=True)
+SCALES = structure((MATRICES, *SCALE_ARRAYS), (np.int64, *_ROWS))
 
 
 class RowsPerScale(NamedTuple):

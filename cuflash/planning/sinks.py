@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from ..arrays import DTYPES
-from .launches import MATRICES, Feature, Launch, Pass
+from .launches import MATRICES, Feature, Launch, Pass, structure
 from .problem import Problem
-from .spec import SIMT, Entry, KernelSpec
+from .spec import SIMT, Entry, KernelSpec, smallest
 
-SINK = np.dtype([("sink", MATRICES), ("dsink", MATRICES), ("dtype", np.int64)], align=True)
+SINK = structure((MATRICES, "sink", "dsink"), (np.int64, "dtype"))
 _GRADIENT_WARPS = 8  # warps per thread block: enough loads in flight, since each head has only one block
 
 
@@ -67,8 +67,7 @@ def sink_backward(
 
 def gradient_spec(dtype: np.dtype[np.generic], like: KernelSpec | None = None) -> KernelSpec:
     """Return the kernel that computes a sink's gradient for o of this dtype; by default that of the simt family."""
-    if like is None:
-        like = KernelSpec(entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16)
+    like = like or smallest(_ENTRY, dtype)
     return replace(
         like, entry=replace(_ENTRY, family=like.family), num_warps=_GRADIENT_WARPS, min_blocks=1, num_stages=1,
         has_sink=True,

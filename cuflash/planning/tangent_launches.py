@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from .dropout_launches import dropout_places, pass_with_dropout
-from .launches import MATRICES, Feature, Pass
+from .launches import MATRICES, Feature, Pass, structure
 from .options import DOT
 from .problem import Problem
 from .score_launches import with_pushed_score
@@ -18,7 +16,7 @@ _ARRAYS = {
     **{f"{name}_dot": f"{name}{DOT}" for name in ("q", "k", "v", "o", "lse", "sink", "do", "dlse")}, "delta": DELTA,
     "delta_dot": f"delta{DOT}",
 }  # fmt: skip
-TANGENTS = np.dtype([(field, MATRICES) for field in _ARRAYS], align=True)
+TANGENTS = structure((MATRICES, *_ARRAYS))
 
 
 def tangents_of_kernels(problem: Problem) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...blocks.work_list import IntervalWork, WorkList
 from ..device import DeviceSpec
-from ..launches import MATRICES, DqSemaphoreOrder, Feature, Launch, Pass, Workspace
+from ..launches import MATRICES, POINTER, DqSemaphoreOrder, Feature, Launch, Pass, Workspace, structure
 from ..options import DOT
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
@@ -21,7 +21,7 @@ from .family import (
 )  # fmt: skip
 
 # Statistics of queries and semaphores of dQ that sm90 kernels share; mirrors kernels_cu/sm90/query_state.cuh.
-QUERY_STATE = np.dtype([("query_stats", MATRICES), ("dq_semaphores", np.uint64)], align=True)
+QUERY_STATE = structure((MATRICES, "query_stats"), (POINTER, "dq_semaphores"))
 _COUNTS = 2  # counters in the semaphore of a head
 _SECOND_STATISTICS = Entry(family=SIMT, name="backward_jvp_statistics", loads_do=True)
 _STATISTICS_ROWS = 16  # rows of a block of that kernel, whose threads share no other rows
