@@ -193,7 +193,7 @@ def pass_of_parts(
     }  # fmt: skip
     decode = Feature("decode", DECODE, numbers, (*TABLES, *workspaces), names=OF_CACHE)
     kernels = Pass({"decode": launch}, dict(workspaces), (decode, *others))
-    return with_score_argument(sink_forward(kernels, problem, "decode"), problem, "decode")
+    return with_score_argument(sink_forward(kernels, problem, "decode"), problem)
 
 
 def scale_features(is_quantized: bool) -> tuple[Feature, ...]:

@@ -108,26 +108,20 @@ def with_dropout(kernels: Kernels, draws: Draws, places: Mapping[str, int]) -> K
 
 def pass_with_dropout(kernels: Pass, draws: Draws, places: Mapping[str, int]) -> Pass:
     """Return a pass with dropout in each kernel that computes weights or gradients of scores."""
-    launches: Mapping[str, Launch] = {
-        role: _drawing(launch, draws, bool(places)) if launch.spec.entry.draws_dropout else launch
-        for role, launch in kernels.launches.items()
-    }
+    tables = (SEED,) if draws.reads_seed else ()
+
+    def change(_: str, launch: Launch) -> Launch:
+        if not launch.spec.entry.draws_dropout:
+            return launch
+        return launch.taking(
+            NAME, reads=tables, has_dropout=True, reads_dropout_seed=draws.reads_seed, dropout_is_placed=bool(places)
+        )
+
     values = {
         "either": [0 if draws.threshold >> bit & 1 else (1 << 32) - 1 for bit in range(8)],
         "factor": draws.factor, "single_factor": draws.factor, **places,
     }  # fmt: skip
-    feature = Feature(NAME, DROPOUT, values, _tables(draws), numbers=NUMBERS)
-    return replace(kernels, launches=launches, features=(*kernels.features, feature))
-
-
-def _drawing(launch: Launch, draws: Draws, is_placed: bool) -> Launch:
-    spec = replace(
-        launch.spec, has_dropout=True, reads_dropout_seed=draws.reads_seed, dropout_is_placed=is_placed
-    )  # fmt: skip
-    return replace(
-        launch, spec=spec,
-        reads=(*launch.reads, *_tables(draws)), features=(*launch.features, NAME),
-    )  # fmt: skip
+    return kernels.changed(change, Feature(NAME, DROPOUT, values, tables, numbers=NUMBERS))
 
 
 def _no_dropout(value: Any) -> str:
@@ -137,7 +131,3 @@ def _no_dropout(value: Any) -> str:
     elif is_flag(value) or is_number(value) and value == 0:
         fix = "omit dropout= to drop no weights"
     return f"dropout must be a Dropout; got {describe(value)}: {fix}"
-
-
-def _tables(draws: Draws) -> tuple[str, ...]:
-    return (SEED,) if draws.reads_seed else ()

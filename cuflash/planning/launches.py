@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
@@ -174,6 +174,15 @@ class Launch:
         """Bytes of dynamic shared memory per thread block."""
         return self.spec.shared_bytes + self.row_bytes
 
+    def taking(
+        self, *features: str, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), **fields: Any
+    ) -> Launch:
+        """Return the launch with further features and arrays, and with changed fields of the specification."""
+        return replace(
+            self, spec=replace(self.spec, **fields), reads=(*self.reads, *reads), writes=(*self.writes, *writes),
+            features=(*self.features, *features),
+        )  # fmt: skip
+
     def grid(self, num_batch: int) -> int:
         """Return the number of thread blocks of a launch over `num_batch` batch entries."""
         tiles = self.tiles * num_batch
@@ -213,6 +222,11 @@ class Pass:
         launch = Launch(spec=spec, tiles=grid, reads=reads, writes=writes, features=(name,), row_bytes=row_bytes)
         feature = Feature(name, record, numbers, (*reads, *writes), names=names, starts=starts)
         return cls({name: launch}, features=(feature,))
+
+    def changed(self, change: Callable[[str, Launch], Launch], *features: Feature) -> Pass:
+        """Return the pass with the launches that `change` returns for each role and launch, and further features."""
+        launches = {role: change(role, launch) for role, launch in self.launches.items()}
+        return replace(self, launches=launches, features=(*self.features, *features))
 
     @property
     def specs(self) -> dict[str, KernelSpec]:

@@ -117,11 +117,8 @@ def prefill_pass(
         *[Feature("maps", TENSOR_MAPS, boxes=boxes)] * bool(boxes), Feature("pages", PAGES, pages, TABLES),
     )  # fmt: skip
     kernels = Pass({"intervals": intervals, "forward": launch}, workspaces, features)
-    kernels = with_score_argument(sink_forward(kernels, problem, "intervals", "forward"), problem, "forward")
-    forward = kernels.launches["forward"]
-    return replace(
-        kernels, launches={**kernels.launches, "forward": replace(forward, features=(*forward.features, "pages"))}
-    )
+    kernels = with_score_argument(sink_forward(kernels, problem, "intervals", "forward"), problem)
+    return kernels.changed(lambda role, launch: launch.taking("pages") if role == "forward" else launch)
 
 
 def _params(problem: Problem, spec: KernelSpec) -> dict[str, Any]:

@@ -28,14 +28,11 @@ def sink_forward(forward: Pass, problem: Problem, *roles: str) -> Pass:
     """Return a forward pass whose kernels of these roles take the sink, if the problem has one."""
     if problem.operand("sink") is None:
         return forward
-    with_sink = {
-        role: replace(
-            launch, spec=replace(launch.spec, has_sink=True), reads=(*launch.reads, "sink"),
-            features=(*launch.features, "sink"),
-        )
-        for role, launch in forward.launches.items() if role in roles
-    }  # fmt: skip
-    return replace(forward, launches={**forward.launches, **with_sink}, features=(*forward.features, _feature(problem)))
+
+    def change(role: str, launch: Launch) -> Launch:
+        return launch.taking("sink", reads=("sink",), has_sink=True) if role in roles else launch
+
+    return forward.changed(change, _feature(problem))
 
 
 def sink_backward(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .dropout_launches import dropout_places, pass_with_dropout
 from .launches import MATRICES, Feature, Pass, structure
 from .options import DOT
@@ -31,9 +29,5 @@ def with_tangents(kernels: Pass, problem: Problem) -> Pass:
     if problem.dropout is not None:
         places = dropout_places(problem.places, problem.num_heads, problem.whole_shape)
         kernels = pass_with_dropout(kernels, problem.dropout, places)
-    launches = {
-        role: replace(launch, features=(*launch.features, NAME)) if launch.spec.tangents else launch
-        for role, launch in kernels.launches.items()
-    }
     feature = Feature(NAME, TANGENTS, names=_ARRAYS)
-    return replace(kernels, launches=launches, features=(*kernels.features, feature))
+    return kernels.changed(lambda _, launch: launch.taking(NAME) if launch.spec.tangents else launch, feature)

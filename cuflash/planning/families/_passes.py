@@ -83,10 +83,8 @@ def backward_jvp_pass(
     kernels = Pass(launches, dict.fromkeys(deltas, workspace) | counters)
     if "sink" not in problem.wrt:
         return kernels
-    launches[statistics.entry.name] = replace(
-        first, spec=replace(statistics, has_sink=True), writes=(*first.writes, "delta"), features=("sink",),
-        reads=(*first.reads, "sink", *(f"sink{DOT}",) * ("sink" in rows.tangents)),
-    )  # fmt: skip
+    reads = ("sink", *(f"sink{DOT}",) * ("sink" in rows.tangents))
+    launches[statistics.entry.name] = first.taking("sink", reads=reads, writes=("delta",), has_sink=True)
     kernels = sink_backward(replace(kernels, workspaces={**kernels.workspaces, "delta": workspace}), problem)
     roles = {"sink_gradient": "backward_jvp_sink"}  # a plan's passes must not share a role
     return replace(kernels, launches={roles.get(role, role): launch for role, launch in kernels.launches.items()})
