@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..executors import gpu
+from ..executors.launch import PassLayout
 from ..plans.plan import Plan
 from ._schedule import Issue, receives
 
@@ -188,7 +189,7 @@ class DeviceLanes:
         if not plan._is_launches_alone(name, outs):
             return None
         parts = [*arrays.values(), *outs.values()]
-        bound = gpu.bound_pass(plan._plan, name, {**plan._plan.problem.keyed(arrays), **outs}, {})
+        bound = gpu.bound_pass(plan._plan, PassLayout(name, {**plan._plan.problem.keyed(arrays), **outs}, {}))
         zeroed, numbers, set_memory = bound.record.zeroed, plan._numbers, self._cuda.runtime.memsetAsync
         if not all(parts[place].flags.c_contiguous for place, _ in zeroed):
             return None

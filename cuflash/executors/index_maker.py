@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -53,9 +54,9 @@ class IndexMaker:
         if source.is_whole:
             self._facts |= self.lists.launches.lists
 
-    def __call__(self, mask: int, stream: Any) -> BlockIndex:
-        """Return the BlockIndex of the boolean mask at this address; its kernels are queued on the stream."""
-        return self.index_of(self.lists((mask,), stream))
+    def __call__(self, masks: Sequence[int], stream: Any) -> BlockIndex:
+        """Return the BlockIndex of the boolean mask at one address; its kernels are queued on the stream."""
+        return self.index_of(self.lists(masks, stream))
 
     def index_of(self, lists: Array) -> BlockIndex:
         """Return the index with these lists."""
@@ -165,11 +166,10 @@ def repeated_index(mask: Any, arguments: tuple[Any, ...]) -> tuple[Hashable, Blo
 def _made(maker: _Maker, *arrays: Array) -> BlockIndex:
     """Return the index of chosen blocks, or of a mask, from arrays on the current device."""
     target = gpu.current_target()
-    stream = target.current_stream()
+    stream = target.stream()
     if stream.is_capturing():
         gpu.hold(maker)
-    addresses = [target.mask_address(array) for array in arrays]
-    return maker(addresses, stream) if isinstance(maker, IntervalIndexMaker) else maker(addresses[0], stream)
+    return maker([target.mask_address(array) for array in arrays], stream)
 
 
 def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: gpu.Gpu) -> BlockIndex:
@@ -183,10 +183,7 @@ def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: 
         return empty.to(lambda array: xp.zeros(array.shape, dtype=array.dtype))
     source, arrays = evaluated_source(mask, shape, block)
     key = "list", target, target.device, *_LAYOUT(source)
-    maker: IndexMaker | None = CALLS.get(key)
-    if maker is None:
-        maker = IndexMaker(source, target)
-        CALLS.put(key, maker)
+    maker: IndexMaker = CALLS.get_or_make(key, partial(IndexMaker, source, target))
     lists = maker.lists([target.mask_address(array) for array in arrays], target.stream())
     if source.given_rows is None:
         return maker.index_of(lists)
@@ -216,10 +213,7 @@ def maker_of(chosen: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]
 
 def _maker(key: Hashable, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> _Maker | None:
     """Return the maker of indices of masks with this layout, from the cache; None if no kernel supports them."""
-    cached: tuple[_Maker | None] | None = CALLS.get(key)
-    if cached is None:
-        cached = (_new_maker(mask.resolve(shape), shape, block),)
-        CALLS.put(key, cached)
+    cached: tuple[_Maker | None] = CALLS.get_or_make(key, lambda: (_new_maker(mask.resolve(shape), shape, block),))
     return cached[0]
 
 

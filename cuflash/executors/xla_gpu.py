@@ -18,7 +18,7 @@ from ..planning.list_kernels import AT_CALL
 from ..planning.plan import KernelPlan
 from . import gpu
 from ._records import View
-from .launch import BoundPass
+from .launch import BoundPass, PassLayout
 from .list_maker import ListMaker
 from .workspaces import Taken
 
@@ -212,8 +212,8 @@ class XlaPass:
             if self._plan.work.carried is not source:  # type: ignore[union-attr]
                 gpu.compile_kernels(source.kernels.specs.values(), MACHINE)
                 maker = ListMaker(source, MACHINE)
-        results = self._plan.kernel_results(self._name)
-        return _OnDevice(gpu.bound_pass(self._plan, self._name, inputs, results, machine=MACHINE), maker)
+        layout = PassLayout(self._name, inputs, self._plan.kernel_results(self._name))
+        return _OnDevice(gpu.bound_pass(self._plan, layout, MACHINE), maker)
 
     @property
     def has_own_lists(self) -> bool:

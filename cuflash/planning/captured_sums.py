@@ -95,13 +95,13 @@ def with_captured_sums(
         dtype = problem.dtype if gradient == stored else problem.accumulator
         workspace = workspaces[sums] = _workspace(problem, operand.shape, kind, dtype)
         if needs_zeros:
-            set_zero = _feature(f"zero.{sums}", ("", sums), workspace.nbytes // _WORD, 1, _SET_ZERO)
-            features.append(set_zero)
-            before[set_zero.name] = _launch(dtype, set_zero, reads=(), writes=(sums,))
+            role, num_words = f"zero.{sums}", workspace.nbytes // _WORD
+            features.append(_feature(role, ("", sums), num_words, 1, _SET_ZERO))
+            before[role] = _launch(dtype, role, num_words, (), (sums,))
         num_parts = prod(_extents_of_parts(problem, kind))
-        finish = _feature(sums, (gradient, sums), num_elements, num_parts, _ROUND if kind == EXACT else _ADD_PARTS)
-        features.append(finish)
-        after[sums] = _launch(dtype, finish, reads=(sums,), writes=(gradient,))
+        operation = _ROUND if kind == EXACT else _ADD_PARTS
+        features.append(_feature(sums, (gradient, sums), num_elements, num_parts, operation))
+        after[sums] = _launch(dtype, sums, num_elements, (sums,), (gradient,))
     return Pass({**before, **backward.launches, **after}, workspaces, tuple(features), tuple(zeroed))
 
 
@@ -133,9 +133,8 @@ def _feature(name: str, arrays: tuple[str, str], num_elements: int, num_parts: i
     return Feature(name, CAPTURED_SUMS, numbers, tuple(filter(None, arrays)), names=names)
 
 
-def _launch(dtype: np.dtype[np.generic], feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
-    blocks = -(-feature.values["num_elements"] // (32 * _WARPS * _ELEMENTS_OF_THREAD))
-    return Launch(
-        spec=sums_spec(dtype), tiles=max(1, min(blocks, _MAX_BLOCKS)), reads=reads, writes=writes,
-        features=(feature.name,),
-    )  # fmt: skip
+def _launch(
+    dtype: np.dtype[np.generic], feature: str, num_elements: int, reads: tuple[str, ...], writes: tuple[str, ...]
+) -> Launch:
+    blocks = max(1, min(-(-num_elements // (32 * _WARPS * _ELEMENTS_OF_THREAD)), _MAX_BLOCKS))
+    return Launch(spec=sums_spec(dtype), tiles=blocks, reads=reads, writes=writes, features=(feature,))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import Array, namespace, to_host
 from ..blocks._chosen_work import Unions, chosen_work
-from ..blocks.classify import BlockKind, extents, row_intervals
+from ..blocks.classify import BlockKind, extents
 from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, Segment
 from ..masks._chosen import ResolvedChosen
@@ -26,9 +26,11 @@ from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
 from .interval_kernels import (
-    AT_CALL, IntervalsAtCall, IntervalSource, SourceOfResults, are_served, leading_strides, list_launch,
+    AT_CALL, IntervalsAtCall, IntervalSource, SourceOfResults, are_served, leading_strides, list_launch, rows_of,
 )  # fmt: skip
-from .launches import BATCH, BATCH_AXES, BATCH_STRIDES, POINTER, Feature, Launch, Pass, Workspace, structure
+from .launches import (
+    BATCH, BATCH_STRIDES, POINTER, Feature, Launch, Pass, Value, Workspace, over_batch, structure,
+)  # fmt: skip
 from .problem import Problem
 from .query_lists import QueryLists
 from .spec import SIMT, Entry, KernelSpec, untiled
@@ -289,11 +291,11 @@ class UnionWork(IntervalWork):
         return [Segment(n * tiling.block, end, BlockKind.INTERVAL) for n, end in zip(numbers.tolist(), ends)]
 
 
-def _rows(tiling: UnionTiling, rows: IntervalWork) -> dict[str, Any]:
-    """Return the fields of an `IntervalWork` with the row intervals of `rows` and the tiles of `tiling`."""
+def _rows(tiling: UnionTiling, band: Band | None, lo: Array | None, hi: Array | None) -> dict[str, Any]:
+    """Return the fields of an `IntervalWork` with these row intervals and the tiles of `tiling`."""
     return {
         "seqlen_q": tiling.shape.seqlen_q, "seqlen_kv": tiling.shape.seqlen_kv, "block_q": tiling.queries_per_tile,
-        "block_kv": tiling.block, "band": rows.band, "lo": rows.lo, "hi": rows.hi,
+        "block_kv": tiling.block, "band": band, "lo": lo, "hi": hi,
     }  # fmt: skip
 
 
@@ -360,14 +362,14 @@ class UnionSource(SourceOfResults):
         renamed = {name: replace(each, features=("intervals",)) for name, each in first.launches.items()}
         return Pass(renamed | launches, features=(replace(first.features[0], name="intervals"), feature))
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Value]:
         """Return the numbers of the kernel's record."""
         tiling, shape = self.tiling, self.tiling.shape
         band = None if self.rows is None else self.rows.band
         lower, upper = (None, None) if band is None else (band.lower, band.upper)
-        batch = [1] * (BATCH_AXES - len(shape.batch)) + list(shape.batch) if tiling.batch > 1 else [1] * BATCH_AXES
         return self.lists.numbers | {
-            "batch": batch, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv,
+            "batch": over_batch(shape.batch if tiling.batch > 1 else (), 1),
+            "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv,
             "lower": -UNLIMITED if lower is None else lower, "upper": UNLIMITED if upper is None else upper,
             "rows_batch_stride": 0 if self.intervals is None else leading_strides(self.attended.lo)[0],
             "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
@@ -385,7 +387,8 @@ class UnionsAtCall(UnionWork):
 
     @classmethod
     def of(cls, source: UnionSource) -> UnionsAtCall:
-        return cls(**_rows(source.tiling, source.attended), tiling=source.tiling, source=source)
+        rows = source.attended
+        return cls(**_rows(source.tiling, rows.band, rows.lo, rows.hi), tiling=source.tiling, source=source)
 
     @property
     def carried(self) -> Any:
@@ -426,7 +429,7 @@ class UnionsAtCall(UnionWork):
         words = np.zeros((len(entries), 2), "<u4")
         words[:, : tiling.words_per_entry] = views["words"][entries]
         unions = Unions(pointers, views["kv_blocks"][entries].astype(np.int64), words.view("<u8")[:, 0])
-        rows = _rows(tiling, self) | {name: views[name] for name in _INTERVALS if name in views}
+        rows = _rows(tiling, self.band, views.get("lo", self.lo), views.get("hi", self.hi))
         return UnionWork(**rows, tiling=tiling, unions=unions)
 
 
@@ -482,13 +485,10 @@ def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
     if index.lo is not None and index.lo.shape[1] > 1 and tiling.heads_per_tile > 1:
         return None
     band = Band(None, None) if index.lo is None else None
-    rows = IntervalWork(
-        seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, band=band, lo=index.lo, hi=index.hi
-    )
     members = *np.divmod(index._block_rows, index.seqlen_q), index.indices
     over = tiling.num_list_heads, shape.seqlen_q, tiling.num_blocks
     unions = Unions.of(*members, tiling.queries_per_tile, over)
-    return UnionWork(**_rows(tiling, rows), tiling=tiling, unions=unions)
+    return UnionWork(**_rows(tiling, band, index.lo, index.hi), tiling=tiling, unions=unions)
 
 
 def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape, lists: QueryLists) -> IntervalWork | None:
@@ -499,11 +499,7 @@ def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape, lists: QueryLists) 
     if lists.carried is not None and lists.carried.rows is not None:
         own: IntervalWork = lists.carried.rows_within(closed)
         return own if own.lo is not None and own.lo.shape[:2] == (1, 1) else None
-    joined, over = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
-    work = IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1)
+    joined = intersection(closed)
     if type(joined) is Band:
-        return replace(work, band=joined)
-    if over != (1, 1):
-        return None
-    lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
-    return replace(work, lo=lo, hi=hi)
+        return IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, band=joined)
+    return rows_of(closed, shape, (1, 1)) if extents(And(closed), shape) == (1, 1) else None

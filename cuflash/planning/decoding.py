@@ -13,7 +13,7 @@ from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS
 from .families.sm80 import DECODING, DECODING_E4M3
 from .families.sm80_storage import MOST_PARTS
-from .launches import MATRICES, POINTER, Feature, Launch, Pass, Workspace, structure
+from .launches import MATRICES, POINTER, Feature, Launch, Pass, Value, Workspace, structure
 from .problem import Problem
 from .routing import FAMILIES
 from .score_launches import with_score_argument
@@ -187,7 +187,7 @@ def pass_of_parts(
     cache = layout.numbers(
         problem.mask_shape.num_batch, problem.num_kv_heads, (problem.head_dim, problem.value_dim)
     )  # fmt: skip
-    numbers = {
+    numbers: dict[str, Value] = {
         "cache": cache, "group_size": problem.group_size, "num_queries": problem.seqlen_q, "max_parts": max_parts,
         "softmax_scale": problem.kernel_scale, **window,
     }  # fmt: skip

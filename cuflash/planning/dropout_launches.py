@@ -13,7 +13,7 @@ from ..dropout import SEED_DTYPES, Draws, Dropout, is_key
 from ..errors import UnsupportedProblem
 from ..masks.places import Places
 from ..masks.shape import MaskShape
-from .launches import Feature, Kernels, Launch, Pass, structure
+from .launches import Feature, Kernels, Launch, Pass, Value, structure
 from .operands import Operand
 
 NAME = "dropout"  # the feature's name
@@ -117,7 +117,7 @@ def pass_with_dropout(kernels: Pass, draws: Draws, places: Mapping[str, int]) ->
             NAME, reads=tables, has_dropout=True, reads_dropout_seed=draws.reads_seed, dropout_is_placed=bool(places)
         )
 
-    values = {
+    values: dict[str, Value] = {
         "either": [0 if draws.threshold >> bit & 1 else (1 << 32) - 1 for bit in range(8)],
         "factor": draws.factor, "single_factor": draws.factor, **places,
     }  # fmt: skip

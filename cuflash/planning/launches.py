@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -28,6 +28,11 @@ def structure(*members: tuple[DTypeLike, *tuple[str, ...]]) -> np.dtype[np.gener
     return np.dtype([(name, np.dtype(kind)) for kind, *names in members for name in names], align=True)
 
 
+def over_batch(values: Sequence[int], fill: int) -> tuple[int, ...]:
+    """Return values of batch axes as those of `BATCH_AXES` axes; missing axes come first, with the value `fill`."""
+    return (fill,) * (BATCH_AXES - len(values)) + tuple(values)
+
+
 MATRICES = structure(
     (POINTER, "data"), (BATCH_STRIDES, "batch_strides"),
     (np.int64, "head_stride", "row_stride", "column_stride", "is_accumulator"),
@@ -39,7 +44,11 @@ TENSOR_MAP_PARAM = np.dtype(
 )  # a tensor map of TMA; is_valid is 0 if TMA cannot copy the array
 
 
-def record_of(dtype: np.dtype[np.generic], numbers: Mapping[str, Any]) -> Any:
+# The value of a field of a record: a number, an array of numbers, or the values of a nested record.
+Value: TypeAlias = "float | np.generic | Sequence[float] | Mapping[str, Value]"
+
+
+def record_of(dtype: np.dtype[np.generic], numbers: Mapping[str, Value]) -> Any:
     """Return a record with these numbers in its fields, and zeros in all others; a nested record takes a dict."""
     record = np.zeros((), dtype)
     assert dtype.fields is not None
@@ -120,7 +129,7 @@ class Feature:
 
     name: str
     dtype: np.dtype[np.generic]
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
     boxes: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
@@ -213,7 +222,7 @@ class Pass:
 
     @classmethod
     def of_kernel(
-        cls, spec: KernelSpec, grid: int, record: np.dtype[np.generic], numbers: Mapping[str, Any], *,
+        cls, spec: KernelSpec, grid: int, record: np.dtype[np.generic], numbers: Mapping[str, Value], *,
         reads: tuple[str, ...], writes: tuple[str, ...], row_bytes: int = 0,
         names: Mapping[str, str] = MappingProxyType({}), starts: Mapping[str, int] = MappingProxyType({}),
     ) -> Pass:  # fmt: skip

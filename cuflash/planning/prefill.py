@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from ._params import OF_RECORDS_WITHIN, PARAMS, TENSOR_MAPS, UNLIMITED
 from .decoding import TABLES, CacheLayout, chunked_dim_reasons, scale_reasons, window_numbers
 from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS, launch_of
-from .launches import BATCH_AXES, MATRICES, POINTER, Feature, Launch, Pass, Workspace, structure
+from .launches import MATRICES, POINTER, Feature, Launch, Pass, Value, Workspace, over_batch, structure
 from .problem import Problem
 from .routing import FAMILIES
 from .score_launches import with_score_argument
@@ -106,7 +105,7 @@ def prefill_pass(
         "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
         "capacity": layout.capacity, "num_queries": rows, "box_rows": box_rows,
     }  # fmt: skip
-    numbers = {
+    numbers: dict[str, Value] = {
         "pages": pages, "num_heads": problem.num_heads, "value_dim": problem.value_dim, "blocks_per_sequence": blocks,
         **window_numbers(layout, left, right),
     }  # fmt: skip
@@ -121,11 +120,11 @@ def prefill_pass(
     return kernels.changed(lambda role, launch: launch.taking("pages") if role == "forward" else launch)
 
 
-def _params(problem: Problem, spec: KernelSpec) -> dict[str, Any]:
+def _params(problem: Problem, spec: KernelSpec) -> dict[str, Value]:
     """Return the numbers in PARAMS for one interval per query, which all heads share, without split-KV."""
     sizes = ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim")
     shape = {
-        "batch": (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch), "softmax_scale": problem.kernel_scale,
+        "batch": over_batch((problem.mask_shape.num_batch,), 1), "softmax_scale": problem.kernel_scale,
         **{name: getattr(problem, name) for name in sizes},
         **dict.fromkeys(("heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"), 1),
     }  # fmt: skip

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import UP_TO_FLOAT32
-from .launches import POINTER, Pass, structure
+from .launches import POINTER, Pass, Value, structure
 from .spec import SM90, Entry, KernelSpec
 
 QUANTIZED_ARRAY = structure(
@@ -82,7 +82,7 @@ def transpose_spec(columns: int) -> KernelSpec | None:
     )  # fmt: skip
 
 
-def quantizing(spec: KernelSpec, arrays: Sequence[Rounding], largest: Any) -> Pass:
+def quantizing(spec: KernelSpec, arrays: Sequence[Rounding], largest: np.float32) -> Pass:
     """Return the launch that quantizes up to three dense arrays, whose arguments are named by `PLACES`.
 
     The launch reads ``first.x`` and writes ``first.data``, ``first.scale`` [..., number of blocks] and, if the array is
@@ -96,7 +96,7 @@ def quantizing(spec: KernelSpec, arrays: Sequence[Rounding], largest: Any) -> Pa
     largest : float
         As in `quantize`.
     """
-    numbers: dict[str, Any] = {"largest": largest, "normalizer": np.float32(1 / np.sqrt(spec.head_dim))}
+    numbers: dict[str, Value] = {"largest": largest, "normalizer": np.float32(1 / np.sqrt(spec.head_dim))}
     reads, writes, end = list[str](), list[str](), 0
     for place, array in zip(PLACES, arrays):
         num_scales = array.num_scales(spec.block_q)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,5 +26,4 @@ class RowsPerScale(NamedTuple):
 
     def feature(self) -> Feature:
         """Return the feature whose record passes the scales to kernels."""
-        values: dict[str, Any] = dict(zip(_ROWS, self))
-        return Feature("scales", SCALES, values)
+        return Feature("scales", SCALES, dict(zip(_ROWS, self)))

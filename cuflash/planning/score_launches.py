@@ -10,7 +10,7 @@ import numpy as np
 
 from ..scores.program import Program, derived, pushed
 from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_captured_sums
-from .launches import Feature, Kernels, Launch, Pass
+from .launches import Feature, Kernels, Launch, Pass, Value
 from .problem import Problem
 from .spec import KernelSpec
 from .staged_array import STAGED_BOX, STAGED_MAP, staged_array
@@ -200,9 +200,9 @@ def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tup
     return Feature(NAME, record, values, tables(program, wrt, sums))
 
 
-def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...], room: int) -> dict[str, Any]:
+def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...], room: int) -> dict[str, Value]:
     """Return the values in a program's record, which has room for `room` numbers."""
-    values: dict[str, Any] = {}
+    values: dict[str, Value] = {}
     if program.num_numbers:
         values["numbers"] = list(numbers[: program.num_numbers]) + [0.0] * (room - program.num_numbers)
     axes = num_leading(program)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import e, log2, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, accumulator_dtype
-from .launches import BATCH, BATCH_AXES, BATCH_STRIDES, POINTER, Pass, structure
+from .launches import BATCH, BATCH_AXES, BATCH_STRIDES, POINTER, Pass, Value, over_batch, structure
 from .spec import SIMT, Entry, KernelSpec, untiled
 
 # The following records mirror `kernels_cu/lists/selection.cuh`.
@@ -155,7 +155,7 @@ class ChoiceRule:
             reads=_OF_CHOICE[:-1], writes=("kept",), row_bytes=places if fits else 0,
         )  # fmt: skip
 
-    def numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Any]:
+    def numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Value]:
         *_, num_q_blocks, num_kv_blocks = shape
         return {
             "mass": self.mass, "threshold": self.threshold or 0.0, "offset": self.offset,
@@ -189,7 +189,7 @@ def wide_choosing(
         forced_2. With two grids, kept has one bit per block instead of one byte, lowest bit first. Each grid takes
         `num_words` words, and the second grid comes after the first.
     """
-    spec, numbers, names = selection_spec("choose_wide", dtype), dict[str, Any](), dict[str, str]()
+    spec, numbers, names = selection_spec("choose_wide", dtype), dict[str, Value](), dict[str, str]()
     of_sums = most = _SUM_BYTES * spec.num_warps
     for part, suffix, rule, shape in zip(("first", "second"), ("", "_2"), rules, shapes):
         needed = of_sums + 4 * shape[-1]
@@ -208,7 +208,7 @@ def num_words(shape: tuple[int, ...]) -> int:
     return prod(shape[:-1]) * -(-shape[-1] // 32)
 
 
-def pooling(arrays: tuple[Any, Any], block: tuple[int, int]) -> Pass:
+def pooling(arrays: tuple[Array, Array], block: tuple[int, int]) -> Pass:
     """Return the launch that computes means of blocks of rows; it takes the arrays q, means_of_q, k and means_of_k.
 
     Parameters
@@ -218,7 +218,7 @@ def pooling(arrays: tuple[Any, Any], block: tuple[int, int]) -> Pass:
     block : (int, int)
         Rows of a block of q, and of k.
     """
-    numbers, names, grids = dict[str, Any](), dict[str, str](), []
+    numbers, names, grids = dict[str, Value](), dict[str, str](), []
     for name, array, side in zip("qk", arrays, block):
         shape = (1,) * max(BATCH_AXES + 3 - array.ndim, 0) + tuple(array.shape)
         steps = (0,) * (len(shape) - array.ndim) + tuple(step // array.dtype.itemsize for step in array.strides)
@@ -378,7 +378,7 @@ def crossing(rule: ChoiceRule, shape: tuple[int, ...]) -> Pass:
     shape : tuple of int
         [..., rows, columns], in blocks.
     """
-    numbers = {
+    numbers: dict[str, Value] = {
         "grid": rule.numbers(shape, False), "seqlen_kv": rule.lengths[1],
         "num_distances": num_distances(rule.lengths[0], rule.offset),
     }  # fmt: skip
@@ -414,11 +414,11 @@ def page_bounding(q: Array | Rows, k: Array | Rows, batch: tuple[int, ...], page
 _OF_ROWS = {"q.data": "q", "k.data": "k"}
 
 
-def layout_of_rows(q: Array | Rows, k: Array | Rows, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
+def layout_of_rows(q: Array | Rows, k: Array | Rows, batch: tuple[int, ...]) -> tuple[int, dict[str, Value]]:
     """Return the number of (batch, head) pairs, and the fields of a record that describe the layouts of q and k."""
-    sizes = (1,) * (BATCH_AXES - len(batch)) + batch
+    sizes = over_batch(batch, 1)
     num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
-    numbers = {
+    numbers: dict[str, Value] = {
         "batch": sizes, "num_heads": num_heads, "group_size": num_heads // kv_heads, "num_columns": q.shape[-1]
     }  # fmt: skip
     for name, array in (("q", q), ("k", k)):
@@ -436,8 +436,8 @@ def num_distances(seqlen_q: int, offset: int) -> int:
 
 
 def _pass_of_threads(
-    entry: str, dtype: np.dtype[np.generic], layout: np.dtype[np.generic], numbers: dict[str, Any], num_threads: int,
-    *, reads: tuple[str, ...], writes: tuple[str, ...],
+    entry: str, dtype: np.dtype[np.generic], layout: np.dtype[np.generic], numbers: Mapping[str, Value],
+    num_threads: int, *, reads: tuple[str, ...], writes: tuple[str, ...],
 ) -> Pass:  # fmt: skip
     """Return a launch of `num_threads` threads."""
     spec = selection_spec(entry, dtype)
