@@ -111,7 +111,7 @@ _PASSES = {"forward": _forward, "backward": _backward}
 _OF_HEADS = ("sink", "dsink", "sink.dot")  # arrays with one number per head
 _OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta.dot")  # with one number per query
 _OF_SCORE = ("score.", "dscore.")  # prefixes of a score function's arrays, tangents and gradients
-RowIndex: TypeAlias = tuple[Any, ...]  # an index that selects rows [tiles, rows, ...] of several matrices
+RowIndex: TypeAlias = tuple[int | slice | Array, ...]  # selects rows [tiles, rows, ...] of several matrices
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ class HostCall:
     group_size: int
     q_factor: float
     score_factor: float  # power of two >= 1; q_factor * score_factor = scale / natural
-    power: Any  # the exponential function that converts scores to weights
+    power: np.ufunc  # the exponential function that converts scores to weights
     natural: float
     score: TileScores | None = None
     dropout: TileDropout | None = None

@@ -33,7 +33,7 @@ from ..planning.list_kernels import WorkAtCall
 from .launch import BoundCall, BoundPass, Lists, LaunchTarget, PassLayout
 from .list_maker import ListMaker
 from .tensor_map import Template, BoxedArray, encoded, template
-from .workspaces import Piece, Workspaces
+from .workspaces import Piece, Stream, Workspaces
 
 _COMPILE_FIRST = "make the same call once, or call plan.compile() before the capture, then run the same plan inside it"
 
@@ -265,7 +265,7 @@ class Gpu:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(encoded, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Stream], None]:
         """Return a function (arguments, stream) that launches a kernel, compiled and loaded now.
 
         With CUFLASH_CHECK, first wait for all earlier work, whose failures would otherwise be attributed to the kernel.
@@ -280,7 +280,7 @@ class Gpu:
                 raise_earlier(error)
                 raise
 
-        def start(arguments: KernelArguments, stream: Any) -> None:
+        def start(arguments: KernelArguments, stream: Stream) -> None:
             try:
                 launch(function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, stream.ptr, arguments.table, 0)
             except RuntimeError as error:

@@ -30,7 +30,7 @@ from ..planning.options import DOT
 from ..planning.plan import KernelPlan
 from . import cpu
 from ._host_tiles import Tile, steps_side_by_side
-from .cpu import added, HostCall
+from .cpu import HostCall, RowIndex, added
 from .host_threads import run
 from .launch import BoundCall, PassLayout
 from .tile_scores import coordinates
@@ -151,7 +151,7 @@ class HostTangents:
             mask(is_seen.view(np.uint8))
             centers.see(f_dot, is_seen if self.score is None else is_seen & (p != 0))
 
-    def _finish(self, rows: Any, num_tiles: int, centers: _Centers, total: Array, o_dot: Array) -> None:
+    def _finish(self, rows: RowIndex, num_tiles: int, centers: _Centers, total: Array, o_dot: Array) -> None:
         """Compute o_dot and lse_dot from the sums of w and of its products with the values."""
         call, lse = self.call, self.call.read("lse", rows)
         of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
@@ -255,17 +255,17 @@ class HostTangents:
     def _reads_places(self) -> bool:
         return self.score is not None or self.call.dropout is not None
 
-    def _read(self, name: str, index: Any) -> _Side:
+    def _read(self, name: str, index: RowIndex) -> _Side:
         call, dot = self.call, f"{name}{DOT}"
         return _Side(call.read(name, index), call.read(dot, index) if dot in call.arrays else None)
 
-    def _queries(self, rows: Any) -> _Side:
+    def _queries(self, rows: RowIndex) -> _Side:
         """Return queries and their tangents, both times the factor of `HostCall.read_queries`."""
         q = self._read("q", rows)
         factor = self.call.wide(self.call.q_factor)
         return _Side(q.x * factor, None if q.dot is None else q.dot * factor)
 
-    def _gradients(self, rows: Any) -> _Side:
+    def _gradients(self, rows: RowIndex) -> _Side:
         """Return dO and its tangent; 0 for rows without a key."""
         call = self.call
         return _Side(

@@ -27,6 +27,7 @@ from ._layout_key import layout_key
 from .evaluation import evaluated_source
 from .launch import LaunchTarget
 from .list_maker import ListMaker
+from .workspaces import Stream
 
 
 # The fields of a source on which list kernels depend, if each call passes the row intervals.
@@ -47,14 +48,14 @@ class IndexMaker:
     def __init__(self, source: ListSource, target: LaunchTarget) -> None:
         self.lists = ListMaker(source, target)
         self._source = source
-        self._facts: dict[str, Any] = {
+        self._facts: dict[str, Array] = {
             "seqlen_q": source.shape.seqlen_q, "seqlen_kv": source.shape.seqlen_kv, "block": source.block,
             "batch": source.batch, "num_heads": source.num_heads, "lo": None, "hi": None,
         }  # fmt: skip
         if source.is_whole:
             self._facts |= self.lists.launches.lists
 
-    def __call__(self, masks: Sequence[int], stream: Any) -> BlockIndex:
+    def __call__(self, masks: Sequence[int], stream: Stream) -> BlockIndex:
         """Return the BlockIndex of the boolean mask at one address; its kernels are queued on the stream."""
         return self.index_of(self.lists(masks, stream))
 
@@ -81,7 +82,7 @@ class IntervalIndexMaker:
         self._true = target.guarded(self, {"mask": target.sent(np.ones(1, bool))})
         self._address = target.address
 
-    def __call__(self, integers: Sequence[int], stream: Any) -> BlockIndex:
+    def __call__(self, integers: Sequence[int], stream: Stream) -> BlockIndex:
         """Return the index of the mask whose integers are at these addresses; its kernels are queued on the stream."""
         self._true.use(stream)
         intervals = self._find(integers, stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from numpy.typing import DTypeLike
 
@@ -21,7 +21,7 @@ from .arguments import Arguments, KernelArguments
 from .checks import Check, check_lists
 from .params import attention_record
 from .tensor_map import Template, BoxedArray
-from .workspaces import SeparateWorkspaces, Workspaces
+from .workspaces import SeparateWorkspaces, Stream, Workspaces
 
 
 class PassLayout(NamedTuple):
@@ -68,7 +68,7 @@ class Lists:
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
 
-    def use(self, stream: Any) -> None:
+    def use(self, stream: Stream) -> None:
         """Prepare the arrays for kernels to be launched on a stream."""
 
 
@@ -87,7 +87,7 @@ class LaunchTarget(Protocol):
         """Set an array to zeros on the current stream."""
 
     @property
-    def stream(self) -> Callable[[], Any]:
+    def stream(self) -> Callable[[], Stream]:
         """A function that returns the current stream, on which arrays are allocated."""
 
     def prepare(self, kernels: Pass) -> None:
@@ -111,7 +111,7 @@ class LaunchTarget(Protocol):
     def tensor_map(self, tiles: BoxedArray) -> Template:
         """Return the tensor map of arrays of one layout, without the address."""
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Stream], None]:
         """Return a function (arguments, stream) that launches a kernel; it does not use the arguments later."""
 
     def wait(self, launch: Launch) -> None:
@@ -176,7 +176,7 @@ class BoundPass:
         return cls(pass_record(kernels, arrays, names, target, work), target, [] if work is None else [work])
 
     def __call__(
-        self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
+        self, arrays: Sequence[Array], stream: Stream, check: Check | None = None, numbers: Sequence[int] = ()
     ) -> list[Array]:
         """Launch the kernels on arrays in the order of the names; return the workspaces, which a capture keeps."""
         for i, _ in self.record.zeroed:
@@ -184,7 +184,7 @@ class BoundPass:
         addresses = [*map(self._target.address, arrays), *numbers]
         return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
 
-    def launch(self, addresses: Sequence[int], stream: Any) -> list[Array]:
+    def launch(self, addresses: Sequence[int], stream: Stream) -> list[Array]:
         """Launch the kernels on arrays at these addresses, followed by numbers, without setting results to zero.
 
         Return the workspace arrays, which a capture must keep alive.
@@ -209,7 +209,7 @@ class BoundPass:
         self._target.wait(self.record.kernels[-1].launch)
 
     def _checked(
-        self, arrays: Sequence[Array], addresses: Sequence[int], stream: Any, check: Check
+        self, arrays: Sequence[Array], addresses: Sequence[int], stream: Stream, check: Check
     ) -> list[Array]:
         """Launch the kernels one at a time, wait for each, and check the arrays that it wrote."""
         for work in self.works:

@@ -22,7 +22,7 @@ from .arguments import KernelArguments
 from .checks import Check
 from .launch import BoundCall, Lists, PassLayout
 from .tensor_map import Template, BoxedArray, simulated, template
-from .workspaces import SeparateWorkspaces
+from .workspaces import SeparateWorkspaces, Stream
 
 
 class _NoStream:
@@ -90,7 +90,7 @@ class Simulator:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(simulated, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Stream], None]:
         return lambda arguments, stream: self.launch(
             spec, grid, shared_bytes, tuple(record[0] for record in arguments.records)
         )

@@ -246,11 +246,7 @@ class Sm80(Family):
     ) -> Kernels:
         """Return the launches. `num_splits` thread blocks divide each tile's keys; by default, the fastest number."""
         if isinstance(work, UnionWork):
-            tiling = work.tiling
-            specs = self.union_specs(
-                problem, device, tiling.block, tiling.heads_per_tile, deterministic=deterministic
-            )
-            return union_kernels(problem, device, work, specs)
+            return union_kernels(self, problem, device, work, deterministic=deterministic)
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(
