@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from operator import attrgetter
+from typing import TypeAlias
 
-from ..arrays import Array, ShapeDtype, describe, flag_reasons, is_array, namespace
+from ..arrays import Array, Namespace, ShapeDtype, describe, flag_reasons, is_array, namespace
 from ..blocks.work_list import requested_mask
 from ..compiler import nvrtc
 from ..errors import collecting, refuse
@@ -22,7 +23,7 @@ from ..masks.content import held_arrays
 from ..masks.places import Places, placed
 from ..planning.device import DeviceSpec
 from ..planning.dropout_launches import numbers_of, seed_array
-from ..planning.options import Options
+from ..planning.options import MaskLike, Options
 from ..planning.plan_cache import plan_for
 from ..planning.problem import FP8, Problem, precision_reasons, problem_of, with_operands
 from ..planning.routing import EIGHT_BITS, FAMILIES, named, routed
@@ -65,9 +66,9 @@ class Call:
     @classmethod
     def of(
         cls,
-        q: Any,
-        k: Any,
-        v: Any,
+        q: Array,
+        k: Array,
+        v: Array,
         options: Options,
         device: DeviceSpec | None = None,
         rows: RowsPerScale | None = None,
@@ -153,9 +154,9 @@ def _device(executor: str) -> DeviceSpec:
 
 
 def planned(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     options: Options,
     device: DeviceSpec | None = None,
     rows: RowsPerScale | None = None,
@@ -168,7 +169,7 @@ def planned(
     return replace(plan, _captured=captured, _numbers=numbers)
 
 
-def composed_score(options: Options, q: Any = None) -> Score | None:
+def composed_score(options: Options, q: Array = None) -> Score | None:
     """Return score, softcap and bias as one Score, over PyTorch tensors or JAX arrays if these are passed.
 
     A bias in a list becomes an array on the device of q.
@@ -178,11 +179,11 @@ def composed_score(options: Options, q: Any = None) -> Score | None:
     return composition(options.score, options.softcap, options.bias, partial(_as_bias, q))
 
 
-def _as_bias(q: Any, bias: Any) -> Any:
+def _as_bias(q: Array, bias: Array) -> Array:
     return bias if is_differentiated(bias) else as_arrays({"bias": bias}, like=q)["bias"]
 
 
-def _captured(options: Options, q: Any) -> dict[str, Any]:
+def _captured(options: Options, q: Array) -> dict[str, Array]:
     """Return the arrays of the score function, and the seed of dropout if it is an array, by name."""
     composed = composed_score(options, q)
     arrays = {} if options.dropout is None else seed_array(options.dropout)
@@ -215,7 +216,7 @@ class _Arguments:
     arrays: Mapping[str, Array]
     options: Options
     executor: str
-    device: Any
+    device: DeviceSpec | None
     rows: RowsPerScale | None
     problem: Problem | None
     mask: Mask | None
@@ -223,7 +224,7 @@ class _Arguments:
 
     @classmethod
     def of(
-        cls, q: Any, k: Any, v: Any, options: Options, device: Any, rows: RowsPerScale | None
+        cls, q: Array, k: Array, v: Array, options: Options, device: DeviceSpec | None, rows: RowsPerScale | None
     ) -> _Arguments:
         if rows is None:
             refuse(fp8.gradient_reasons(q, k, v))
@@ -250,7 +251,7 @@ class _Arguments:
         return cls({"q": q, "k": k, "v": v}, options, executor, device, rows, problem, resolved, reasons)
 
 
-def _executor(arrays: tuple[Any, ...], executor: Any, device: Any) -> Any:
+def _executor(arrays: Iterable[Array], executor: str, device: DeviceSpec | None) -> str:
     """Return the executor for "auto": that of the explicit device, otherwise that of the arrays."""
     if not isinstance(executor, str) or executor != "auto":
         return executor
@@ -259,9 +260,13 @@ def _executor(arrays: tuple[Any, ...], executor: Any, device: Any) -> Any:
     return "gpu" if any(namespace(array).__name__ == "cupy" for array in arrays) else "cpu"
 
 
+_Pose: TypeAlias = Callable[[Array, Array, Array], tuple[Problem | None, Mask | None, list[str]]]
+
+
 def _posed(
-    where: Any, sink: Any, options: Options, composed: Score | None, precision: Any, mask: Any, q: Any, k: Any, v: Any
-) -> tuple[Problem | None, Mask | None, list[str]]:
+    where: Namespace, sink: Array, options: Options, composed: Score | None, precision: str,
+    mask: MaskLike | None | partial[MaskLike | None], q: Array, k: Array, v: Array,
+) -> tuple[Problem | None, Mask | None, list[str]]:  # fmt: skip
     """Return the problem of a call, its resolved mask, and the reasons to refuse it.
 
     `where` is the namespace of q, or None if q is not an array. `mask` may be a `partial` that creates the mask.
@@ -292,7 +297,7 @@ def _posed(
     return problem, resolved, reasons
 
 
-def _with_turn(reasons: list[str], pose: Callable[..., Any], *arrays: Any) -> list[str]:
+def _with_turn(reasons: list[str], pose: _Pose, *arrays: Array) -> list[str]:
     """Add a hint to the reasons that would vanish if the arrays had their heads after their tokens.
 
     The hint requires that axis -3 is at least as long as axis -2. The last result of `pose(q, k, v)` is its reasons.
@@ -310,15 +315,14 @@ def _with_turn(reasons: list[str], pose: Callable[..., Any], *arrays: Any) -> li
 
 
 def _executor_reasons(call: _Arguments) -> list[str]:
+    """Return why the executor is unknown, or why it does not serve the arrays, the kernel or the precision."""
     executor = call.options.executor
     if call.executor in EXECUTORS:
-        return []
+        return [*_kind_reasons(call), *_kernel_reasons(call), *_precision_reasons(call)]
     return [f"executor must be 'auto', {', '.join(map(repr, EXECUTORS))}; got {describe(executor)}"]
 
 
 def _kind_reasons(call: _Arguments) -> list[str]:
-    if call.executor not in EXECUTORS:
-        return []
     kinds = {namespace(array).__name__ for array in call.arrays.values() if is_array(array)}
     if len(kinds) > 1:
         return [f"q, k and v must be of one kind; got arrays of {', '.join(sorted(kinds))}: copy them explicitly"]
@@ -331,8 +335,6 @@ def _kind_reasons(call: _Arguments) -> list[str]:
 
 def _kernel_reasons(call: _Arguments) -> list[str]:
     kernel, families = call.options.kernel, ", ".join(map(repr, FAMILIES))
-    if call.executor not in EXECUTORS:
-        return []
     is_name = isinstance(kernel, str)
     if call.executor == "cpu" and not (is_name and kernel == "auto"):
         others = f"{families} are for executor='gpu' and 'sim'"
@@ -346,8 +348,6 @@ def _kernel_reasons(call: _Arguments) -> list[str]:
 
 def _precision_reasons(call: _Arguments) -> list[str]:
     precision = call.options.precision
-    if call.executor not in EXECUTORS:
-        return []
     reasons = precision_reasons(call.arrays["q"], precision)
     if reasons or precision == "ieee":
         return reasons
@@ -360,10 +360,6 @@ def _precision_reasons(call: _Arguments) -> list[str]:
 
 def _deterministic_reasons(call: _Arguments) -> list[str]:
     return flag_reasons("deterministic", call.options.deterministic)
-
-
-def _problem_reasons(call: _Arguments) -> list[str]:
-    return call.reasons
 
 
 def _device_reasons(call: _Arguments) -> list[str]:
@@ -403,6 +399,6 @@ def _mask_device_reasons(call: _Arguments) -> list[str]:
 
 
 _RULES: tuple[Callable[[_Arguments], list[str]], ...] = (
-    _executor_reasons, _kind_reasons, _kernel_reasons, _precision_reasons, _deterministic_reasons, _problem_reasons,
-    _device_reasons, _family_reasons, _mask_device_reasons, _tangent_reasons,
+    _executor_reasons, _deterministic_reasons, attrgetter("reasons"), _device_reasons, _family_reasons,
+    _mask_device_reasons, _tangent_reasons,
 )  # fmt: skip

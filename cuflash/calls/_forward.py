@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,11 +21,11 @@ from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.lookup import lookup
 from ..planning.options import Directions, Options
 from ..planning.scales import RowsPerScale
-from ..plans.conversion import as_arrays, as_mask_of_arrays, named_outputs, outputs_as_arrays
+from ..planning.tangents import shown
+from ..plans.conversion import Out, as_arrays, as_mask_of_arrays, named_outputs, outputs_as_arrays
 from ..plans.fit import require_fit, require_ready
 from ..plans.plan import Plan, with_numbers
 from ..scores import Score
-from .directions import arrays_of, known_directions
 from ._call import Call, composed_score, planned
 
 
@@ -65,8 +65,9 @@ class Forward(NamedTuple):
 
 
 def run(
-    q: Any, k: Any, v: Any, options: Options, out: Any, return_lse: bool = True, later: Sequence[str] = ("backward",)
-) -> Forward:
+    q: Array, k: Array, v: Array, options: Options, out: Out, return_lse: bool = True,
+    later: Sequence[str] = ("backward",),
+) -> Forward:  # fmt: skip
     """Run the forward pass of a call with the arguments of the user; only the first of identical calls checks them.
 
     `later` are the passes that the caller runs next, as in `Plan._bind`. If there are any, the result has lse whatever
@@ -75,9 +76,9 @@ def run(
     options, operands = with_one_score(options, q)
     if isinstance(options.causal, np.bool):
         options = options._replace(causal=bool(options.causal))
-    arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+    arrays: dict[str, Array] = {"q": q, "k": k, "v": v}
     rows: RowsPerScale | None = None
-    facts: tuple[Any, ...] = ()
+    facts: tuple[Hashable, ...] = ()
     if type(q) is Quantized or type(k) is Quantized or type(v) is Quantized:
         refuse(fp8.gradient_reasons(q, k, v) if later else [])
         options = options._replace(executor=fp8.executor_of(q, k, v, options.executor))
@@ -93,7 +94,7 @@ def run(
     layout = layout_key(*arrays.values(), *outs.values(), *dots)
     if layout is None or options.mask is not None and is_foreign(options.mask):
         arrays, outs, options = with_known_arrays(arrays, outs, options)
-        layout = layout_key(*arrays.values(), *outs.values(), *arrays_of(options.tangents))
+        layout = layout_key(*arrays.values(), *outs.values(), *_arrays_of(options.tangents))
     looked_up = lookup(options, layout_key)
     contents, key = looked_up.contents, None
     wants_lse = bool(later) or return_lse
@@ -132,9 +133,9 @@ def run(
 
 
 def _planned(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     arrays: dict[str, Array],
     outs: dict[str, Array],
     options: Options,
@@ -157,7 +158,7 @@ def _planned(
     return plan
 
 
-def _refuse_quantized(q: Any, k: Any, v: Any, options: Options, reasons: list[str]) -> None:
+def _refuse_quantized(q: Array, k: Array, v: Array, options: Options, reasons: list[str]) -> None:
     """Refuse `Quantized` operands if there are reasons, together with the reasons to refuse the other arguments."""
     if reasons and all(isinstance(x, Quantized) or is_array(x) for x in (q, k, v)):
         rows = None if options.executor == "cpu" else kernel_calls.rows_per_scale(q, k, v)
@@ -167,12 +168,12 @@ def _refuse_quantized(q: Any, k: Any, v: Any, options: Options, reasons: list[st
 
 
 def with_known_arrays(
-    arrays: dict[str, Any], outs: dict[str, Any], options: Options
-) -> tuple[dict[str, Any], dict[str, Any], Options]:
+    arrays: dict[str, Array], outs: dict[str, Array], options: Options
+) -> tuple[dict[str, Array], dict[str, Array], Options]:
     """Return a call with other libraries' arrays converted by `as_arrays`; the plan refuses unsupported arguments."""
     arrays = as_arrays(arrays)
     if type(options.tangents) is Directions:
-        options = options._replace(tangents=known_directions(options.tangents, arrays))
+        options = options._replace(tangents=_known_directions(options.tangents, arrays))
     if outs:
         with suppress(UnsupportedProblem):
             outs = outputs_as_arrays(outs)
@@ -183,10 +184,34 @@ def with_known_arrays(
     return arrays, outs, options
 
 
+def _arrays_of(tangents: Directions | str | Sequence[str]) -> list[Array]:
+    """Return the arrays of a call's `Directions`; an empty list for a call without tangents."""
+    return [*tangents.arrays().values()] if isinstance(tangents, Directions) else []
+
+
+def _known_directions(directions: Directions, arrays: Mapping[str, Array]) -> Directions:
+    """Return tangents and cotangents converted by `as_arrays`; a list gets the dtype of its array.
+
+    Parameters
+    ----------
+    directions : Directions
+    arrays : dict by name
+        The other arrays of the call, converted by `as_arrays`.
+    """
+    known = as_arrays({**arrays, **directions.cotangents})
+    named = {shown(name): each for name, each in directions.tangents.items()}
+    dtypes = {shown(name): known[name].dtype for name in directions.tangents if hasattr(known.get(name), "dtype")}
+    tangents = as_arrays({**known, **named}, dtypes)
+    return directions._replace(
+        cotangents={name: known[name] for name in directions.cotangents},
+        tangents={name: tangents[shown(name)] for name in directions.tangents},
+    )
+
+
 _FIRST_OPERAND, _END_OF_OPERANDS = (Options._fields.index(name) for name in ("score", "wrt"))
 
 
-def with_one_score(options: Options, q: Any = None) -> tuple[Options, dict[str, Any]]:
+def with_one_score(options: Options, q: Array = None) -> tuple[Options, dict[str, Array]]:
     """Return options with one Score instead of score, softcap and bias, and the call's arrays except q, k and v.
 
     A bias in a list becomes an array on the device of q.

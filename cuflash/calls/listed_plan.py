@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from ..arrays import Array
 from ..blocks.index import BlockIndex
@@ -29,7 +28,7 @@ from ._call import planned
 _OF_INDEX = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
 
 
-def listed_plan(q: Any, k: Any, v: Any, options: Options) -> Plan | None:
+def listed_plan(q: Array, k: Array, v: Array, options: Options) -> Plan | None:
     """Return a plan with lists that kernels build now, if they support this mask on the GPU; None for any other call.
 
     Also return None for a call that must be refused; `planned` then raises all reasons.

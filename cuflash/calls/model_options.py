@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..arrays import describe
+from ..arrays import Array, describe
 from ..errors import UnsupportedProblem, refuse
 from ..layouts import is_tensor
 from ..masks import Sequences
@@ -21,15 +21,15 @@ _WITHOUT_EFFECT = frozenset(
 
 def model_options(
     module: Any,
-    query: Any,
-    key: Any,
-    attention_mask: Any,
+    query: Array,
+    key: Array,
+    attention_mask: Array,
     *,
     is_causal: bool | None,
-    position_bias: Any,
+    position_bias: Array,
     sliding_window: int | None,
-    cu_seq_lens_q: Any,
-    cu_seq_lens_k: Any,
+    cu_seq_lens_q: Array | None,
+    cu_seq_lens_k: Array | None,
     others: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the mask, causal, window and bias of a call.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..arrays import Array, namespace
 from ..planning.options import DOT, Directions, Options
+from ..plans.conversion import Out
 from ..plans.plan import Gradients, named_gradients
 from ._forward import Forward, run
 
@@ -38,7 +39,7 @@ class Pulled(NamedTuple):
 
 
 def push(
-    q: Any, k: Any, v: Any, directions: Directions, options: Options, out: Any = None, return_lse: Any = True,
+    q: Array, k: Array, v: Array, directions: Directions, options: Options, out: Out = None, return_lse: bool = True,
     later: Sequence[str] = ("jvp",),
 ) -> Pushed:  # fmt: skip
     """Run the passes "forward" and "jvp" on a user's arguments; only the first of identical calls checks them."""
@@ -54,8 +55,9 @@ def push(
 
 
 def pull(
-    q: Any, k: Any, v: Any, do: Any, dlse: Any, tangents: Mapping[str, Any], options: Options, return_lse: Any
-) -> Pulled:
+    q: Array, k: Array, v: Array, do: Array, dlse: Array | None, tangents: Mapping[str, Array], options: Options,
+    return_lse: bool,
+) -> Pulled:  # fmt: skip
     """Run all four passes of a call."""
     cotangents = {"do": do} | ({} if dlse is None else {"dlse": dlse})
     directions, later = Directions("attention_hvp", dict(tangents), cotangents), ("jvp", "backward", "backward_jvp")

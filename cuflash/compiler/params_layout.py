@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
+
 from ..planning._params import PARAMS, SHAPE, TENSOR_MAPS, WORK
 from ..planning._result_kernels import COMPARISON, MERGE, ROW_SUMS, ROWS
 from ..planning.appending import APPEND, KEY_BOUNDS
@@ -36,7 +38,7 @@ from ..planning.sinks import SINK
 from ..planning.tangent_launches import TANGENTS
 
 # The records that each header declares. The namespace of a record is the folder of its header.
-_RECORDS = {
+_RECORDS: dict[str, dict[str, np.dtype[np.generic]]] = {
     "lists/params.cuh": {"Params": LIST_PARAMS},
     "lists/interval_params.cuh": {"IntervalParams": INTERVAL_PARAMS},
     "lists/chosen.cuh": {"ChosenParams": CHOSEN_PARAMS},

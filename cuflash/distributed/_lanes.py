@@ -15,6 +15,7 @@ import numpy as np
 from ..arrays import Array
 from ..executors import gpu
 from ..executors._results import bound_row_sums
+from ..executors.launch import PassLayout
 from ..plans.plan import Plan
 from ._schedule import Issue
 
@@ -215,7 +216,7 @@ class CudaLanes(HostLanes):
             return None
         regions = {**inputs, **outs}
         parts = {each: region.of(arrays) for each, region in regions.items()}
-        bound = gpu.bound_pass(plan._plan, name, plan._plan.problem.keyed(parts), {})
+        bound = gpu.bound_pass(plan._plan, PassLayout(name, plan._plan.problem.keyed(parts), {}))
         if bound.record.zeroed:
             return None
         places, numbers = [_place(region, arrays) for region in regions.values()], plan._numbers

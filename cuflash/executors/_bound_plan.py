@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from functools import partial
+from types import MappingProxyType, ModuleType
 
 from ..arrays import Array, ShapeDtype, namespace, summed_to, times_power_of_two
 from ..layouts import reach
@@ -12,8 +12,9 @@ from ..planning.options import DOT
 from ..planning.plan import KernelPlan
 from . import checks, cpu, gpu, host_tangents, sim, without_keys
 from ._host_tiles import KeptTiles
+from .launch import BoundCall, PassLayout
 
-EXECUTORS: dict[str, Any] = {"cpu": cpu, "gpu": gpu, "sim": sim}
+EXECUTORS: dict[str, ModuleType] = {"cpu": cpu, "gpu": gpu, "sim": sim}
 
 _OF_EARLIER = ("o", "lse", f"o{DOT}", f"lse{DOT}")  # results of an earlier pass that this pass may read
 _SCALED = "for a scale so far from 1, q and k are copied to memory that a graph would outlive"
@@ -62,12 +63,11 @@ class BoundPlan:
         self._sums = {} if wanted == results else wanted
         self._copies = _SCALED if self._exponents else _SUMMED if self._sums else ""
         read = {each: self._scaled(each, array) for each, array in arrays.items()}
-        options = {"machine": self._machine} if machine is not None else {}
+        layout = PassLayout(name, {**problem.keyed(read), **outs}, new, unwanted, axes, pins)
         executors = {**EXECUTORS, "cpu": host_tangents} if name.endswith("jvp") else EXECUTORS
         executes = without_keys if plan.is_empty else executors[executor]
-        self._call = executes.bind(
-            plan, name, {**problem.keyed(read), **outs}, new, unwanted=unwanted, axes=axes, pins=pins, **options
-        )
+        bind: Callable[..., BoundCall] = executes.bind if machine is None else partial(gpu.bind, machine=machine)
+        self._call: Callable[..., Sequence[Array]] = bind(plan, layout)
         self._is_plain = not (self._exponents or self._sums or self._is_checked)
         self._spans = [reach(array) for array in (*arrays.values(), *outs.values())] if outs and self._machine else []
 

@@ -14,7 +14,7 @@ from ..arrays import Array, ShapeDtype
 from ..layouts import dense_strides
 from ..planning._params import HEAD_VECTORS
 from ..planning.launches import MATRICES, Feature, Launch, Pass, Workspace, leaves, record_of
-from .arguments import Place
+from .arguments import Place, Words
 from .tensor_map import BoxedArray, Template
 
 
@@ -99,8 +99,9 @@ class Argument(NamedTuple):
         return argument
 
     @property
-    def words(self) -> Any:
-        return self.record.reshape(1).view(np.uint64)
+    def words(self) -> Words:
+        words: Words = self.record.reshape(1).view(np.uint64)
+        return words
 
     def put_map(
         self, path: str, name: str, boxed: BoxedArray, tensor_map: Callable[[BoxedArray], Template], start: int = 0
@@ -180,7 +181,7 @@ class LaunchRecord:
     workspaces : dict of Workspace by name
     """
 
-    words: Any
+    words: Words
     places: tuple[Place, ...]
     kernels: tuple[KernelRecord, ...]
     names: tuple[str, ...]
@@ -211,7 +212,7 @@ class LaunchRecord:
         num_numbers = sum(len(argument.numbers) for argument in templates[0].values())
         positions = {name: number for number, name in enumerate(names)}
         positions |= {name: number for number, name in enumerate(workspaces, len(names) + num_numbers)}
-        parts, slices, places, start = list[Any](), list[dict[str, slice]](), list[Place](), 0
+        parts, slices, places, start = list[Words](), list[dict[str, slice]](), list[Place](), 0
         for arguments in templates:
             number = count(len(names))
             slices.append({})

@@ -11,11 +11,50 @@ import numpy as np
 
 from ..arrays import Array, namespace
 from ..planning._call_cache import CALLS
+from ..planning.launches import Pass
 from ..planning._result_kernels import COMPARED, adding_rows, comparing, merging
 from . import checks, gpu
 from ._layout_key import layout_key
 from .launch import BoundPass
 from .selecting import bound_kernel
+
+
+class _Allocating:
+    """The launches of a pass whose results each call allocates.
+
+    Parameters
+    ----------
+    kernels : Pass
+    results : sequence of (shape, dtype)
+        The results, which come last among the arrays of the pass.
+    target : Gpu
+        The device; the kernel is compiled immediately.
+    names : sequence of str
+        As in `bound_kernel`.
+    """
+
+    def __init__(
+        self, kernels: Pass, results: Sequence[tuple[tuple[int, ...], np.dtype[np.generic]]], target: gpu.Gpu,
+        names: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._launches = bound_kernel(kernels, target, names)
+        self._makers = [target.maker(*each) for each in results]
+        self.address, self._stream = target.address, target.stream
+        self._captured: list[Array] = []
+
+    def __call__(self, addresses: Sequence[int], read: Sequence[Array], is_empty: bool = False) -> list[Array]:
+        """Return the results of inputs at these addresses; a graph keeps the arrays `read`. Launch nothing if empty."""
+        results = [make() for make in self._makers]
+        if is_empty:
+            return results
+        stream = self._stream()
+        workspaces = self._launches.launch([*addresses, *map(self.address, results)], stream)
+        if stream.is_capturing():  # each replay reads and writes these arrays
+            self._captured += [*read, *results, *workspaces]
+            gpu.hold(self)
+        if checks.is_on():
+            self._launches.wait()
+        return results
 
 
 class BoundMerge:
@@ -30,63 +69,24 @@ class BoundMerge:
     """
 
     def __init__(self, outs: Sequence[Array], lses: Sequence[Array], target: gpu.Gpu) -> None:
-        self._launches = bound_kernel(merging(len(outs), outs[0].shape, outs[0].dtype), target)
-        self._is_empty = lses[0].size == 0
         like = outs[0], lses[0]
-        self._makers = [target.maker(each.shape, each.dtype) for each in like]
+        kernels = merging(len(outs), outs[0].shape, outs[0].dtype)
+        self._merge = _Allocating(kernels, [(each.shape, each.dtype) for each in like], target)
+        self._is_empty = lses[0].size == 0
         self._odd_bits = [each.dtype.itemsize - 1 for each in like]
         self._is_dense = all(each.flags.c_contiguous for each in (*outs, *lses))
-        self._target, self._current_stream = target, target.current_stream
-        self._captured: list[Array] = []
 
     def __call__(self, outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array] | None:
         """Return o and lse of the union of these parts, or None if an array's address is misaligned."""
+        copies: list[Array] = []
         if not self._is_dense:
             outs, lses = (list(map(namespace(outs[0]).ascontiguousarray, each)) for each in (outs, lses))
-        of_outs, of_lses = (list(map(self._target.address, each)) for each in (outs, lses))
+            copies = [*outs, *lses]
+        of_outs, of_lses = (list(map(self._merge.address, each)) for each in (outs, lses))
         if reduce(or_, of_outs) & self._odd_bits[0] or reduce(or_, of_lses) & self._odd_bits[1]:
             return None
-        o, lse = (make() for make in self._makers)
-        if self._is_empty:
-            return o, lse
-        stream = self._current_stream()
-        self._launches.launch((*of_outs, *of_lses, self._target.address(o), self._target.address(lse)), stream)
-        if stream.is_capturing():  # each replay reads the copies and writes to these results
-            self._captured += [o, lse, *(() if self._is_dense else (*outs, *lses))]
-            gpu.hold(self)
-        if checks.is_on():
-            self._launches.wait()
+        o, lse = self._merge((*of_outs, *of_lses), copies, self._is_empty)
         return o, lse
-
-
-class BoundComparison:
-    """The kernel that compares results with and without a mask, for results of one shape and dtype.
-
-    Parameters
-    ----------
-    o, lse : CuPy arrays
-        Only their shapes and dtypes matter.
-    target : Gpu
-        The device; the kernel is compiled immediately.
-    """
-
-    def __init__(self, o: Array, lse: Array, target: gpu.Gpu) -> None:
-        self._launches = bound_kernel(comparing(o.shape, o.dtype), target, (*COMPARED, "mass", "error"))
-        self._makers = [target.maker(lse.shape, lse.dtype), target.maker((), np.dtype(np.float64))]
-        self._target, self._current_stream = target, target.current_stream
-        self._captured: list[Array] = []
-
-    def __call__(self, *results: Array) -> tuple[Array, Array]:
-        """Return the masses and the error from o and lse without the mask and with it, all in C order."""
-        mass, error = (make() for make in self._makers)
-        stream = self._current_stream()
-        workspaces = self._launches.launch(list(map(self._target.address, (*results, mass, error))), stream)
-        if stream.is_capturing():  # each replay writes to these arrays
-            self._captured += [mass, error, *workspaces]
-            gpu.hold(self)
-        if checks.is_on():
-            self._launches.wait()
-        return mass, error
 
 
 def compared(o: Array, lse: Array, kept_o: Array, kept_lse: Array) -> tuple[Array, Array]:
@@ -99,12 +99,16 @@ def compared(o: Array, lse: Array, kept_o: Array, kept_lse: Array) -> tuple[Arra
     error : CuPy float64 array of shape ()
         Frobenius norm of the change of o, divided by the norm of o.
     """
-    key = "compare", layout_key(o, lse, kept_o, kept_lse)
-    compare: BoundComparison | None = CALLS.get(key)
-    if compare is None:
-        compare = BoundComparison(o, lse, gpu.current_target())
-        CALLS.put(key, compare)
-    return compare(o, lse, kept_o, kept_lse)
+    results = o, lse, kept_o, kept_lse
+
+    def make() -> _Allocating:
+        of_results = (lse.shape, lse.dtype), ((), np.dtype(np.float64))
+        names = *COMPARED, "mass", "error"
+        return _Allocating(comparing(o.shape, o.dtype), of_results, gpu.current_target(), names)
+
+    compare: _Allocating = CALLS.get_or_make(("compare", layout_key(*results)), make)
+    mass, error = compare(list(map(compare.address, results)), ())
+    return mass, error
 
 
 def bound_row_sums(arrays: Sequence[Sequence[Array]], table: Array, target: gpu.Gpu) -> BoundPass:

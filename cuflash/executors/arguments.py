@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
+Words: TypeAlias = NDArray[np.uint64]  # records, in units of 8 bytes
 
 
 class Place(NamedTuple):
@@ -38,7 +41,7 @@ class KernelArguments(NamedTuple):
     """
 
     table: int
-    records: tuple[Any, ...]
+    records: tuple[NDArray[np.void], ...]
 
 
 class Buffer:
@@ -52,9 +55,9 @@ class Buffer:
         The words of each argument of each kernel.
     """
 
-    def __init__(self, words: Any, kernels: Sequence[Sequence[slice]]) -> None:
+    def __init__(self, words: Words, kernels: Sequence[Sequence[slice]]) -> None:
         starts = list(accumulate(map(len, kernels), initial=len(words)))
-        self._words: Any = np.concatenate([words, np.zeros(starts[-1] - len(words), np.uint64)])
+        self._words: Words = np.concatenate([words, np.zeros(starts[-1] - len(words), np.uint64)])
         base = int(self._words.ctypes.data)
         self.words: memoryview = self._words.data
         for start, slices in zip(starts, kernels):
@@ -65,7 +68,7 @@ class Buffer:
         )
 
 
-def _as_one(words: Any) -> Any:
+def _as_one(words: Words) -> NDArray[np.void]:
     """Return words as an array with one element, which has one field."""
     return words.view(np.dtype([("bytes", np.void, words.nbytes)]))
 
@@ -85,7 +88,7 @@ class Arguments:
         The words to which each call writes addresses.
     """
 
-    def __init__(self, words: Any, kernels: Sequence[Sequence[slice]], places: Sequence[Place]) -> None:
+    def __init__(self, words: Words, kernels: Sequence[Sequence[slice]], places: Sequence[Place]) -> None:
         self._words, self._kernels, self._places = words, kernels, tuple(places)
         self._free: list[Buffer] = []
 

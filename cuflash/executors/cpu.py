@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype
+from ..arrays import Array
 from ..blocks._chosen_work import ChosenWork
 from ..planning.dropout_launches import SEED
 from ..planning.plan import KernelPlan
 from ._host_tiles import BatchHead, KeptTiles, Step, Tile, masked_elements, row_numbers, steps_side_by_side
 from .checks import Check
 from .host_threads import Turn, in_turn, run
-from .launch import BoundCall
+from .launch import BoundCall, PassLayout
 from .tile_dropout import TileDropout
 from .tile_scores import TileScores, coordinates
 
@@ -45,32 +44,22 @@ def _is_exp2_vectorized() -> bool:
 WEIGHTS_USE_EXP2 = _is_exp2_vectorized()  # whether scores are in base 2
 
 
-def bind(
-    plan: KernelPlan,
-    name: str,
-    inputs: Mapping[str, Array],
-    results: Mapping[str, ShapeDtype],
-    *,
-    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
-    passes: Mapping[str, _Pass] | None = None,
-    **options: Any,
-) -> BoundCall:
-    """Return the function that runs a pass on arrays in the order of `inputs`.
+def bind(plan: KernelPlan, of: PassLayout, passes: Mapping[str, _Pass] | None = None) -> BoundCall:
+    """Return the function that runs a pass on arrays in the order of the inputs.
 
-    Only the names of `inputs` matter. Of the options of `gpu.bind`, only `unwanted` has an effect. `passes` maps names
-    to passes; by default, it contains the passes without tangents.
+    The default of `passes`, which has functions by name, is the passes of this module.
     """
-    names, run_pass = tuple(inputs), (passes or _PASSES)[name]
-    bound_tiles = KeptTiles(plan, step_tiles=2 if name == "forward" else 1)  # the forward pass holds no dP
+    names, run_pass = tuple(of.inputs), (passes or _PASSES)[of.name]
+    bound_tiles = KeptTiles(plan, step_tiles=2 if of.name == "forward" else 1)  # the forward pass holds no dP
 
     def call(
         *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, tiles: KeptTiles = bound_tiles
     ) -> list[Array]:
         empty = _empty if check is None else check.empty
-        new = {name: empty(name, each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
+        new = {name: empty(name, each.shape, each.dtype) for name, each in {**of.results, **of.unwanted}.items()}
         read = dict(zip(names, arrays))
         host_call = HostCall.of(tiles, numbers, **read, **new)
-        if name != "forward":
+        if of.name != "forward":
             lse, accumulator = host_call.arrays["lse"], tiles.plan.problem.accumulator
             empty = lse == -np.inf
             # Scores of an empty row are all -inf; with +inf as its lse, exp(score - lse) is 0 instead of NaN.
@@ -82,7 +71,7 @@ def bind(
         run_pass(host_call, new, read)
         if check is not None:
             check.after("the cpu executor", new)
-        return [new[name] for name in results]
+        return [new[name] for name in of.results]
 
     return call
 
@@ -122,7 +111,7 @@ _PASSES = {"forward": _forward, "backward": _backward}
 _OF_HEADS = ("sink", "dsink", "sink.dot")  # arrays with one number per head
 _OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta.dot")  # with one number per query
 _OF_SCORE = ("score.", "dscore.")  # prefixes of a score function's arrays, tangents and gradients
-_RowIndex: TypeAlias = tuple[Any, ...]  # an index that selects rows [tiles, rows, ...] of several matrices
+RowIndex: TypeAlias = tuple[int | slice | Array, ...]  # selects rows [tiles, rows, ...] of several matrices
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +132,7 @@ class HostCall:
     group_size: int
     q_factor: float
     score_factor: float  # power of two >= 1; q_factor * score_factor = scale / natural
-    power: Any  # the exponential function that converts scores to weights
+    power: np.ufunc  # the exponential function that converts scores to weights
     natural: float
     score: TileScores | None = None
     dropout: TileDropout | None = None
@@ -176,7 +165,7 @@ class HostCall:
             plan, tiles, broadcast, indices, wide, problem.group_size, *factors, power, natural, score, dropout
         )
 
-    def row_index(self, batch_heads: list[BatchHead], rows: Sequence[slice | Array]) -> _RowIndex:
+    def row_index(self, batch_heads: list[BatchHead], rows: Sequence[slice | Array]) -> RowIndex:
         """Return an index of the rows of each (batch entry, head); for adjacent heads, it selects a view."""
         (b, h), row_set = batch_heads[0], rows[0]
         if any(other is not row_set for other in rows):
@@ -187,14 +176,11 @@ class HostCall:
             row_set = row_numbers(row_set)[None]
         return (*np.array([(*self.batch_indices[b], h) for b, h in batch_heads]).T[..., None], row_set)
 
-    def read(self, name: str, row_index: _RowIndex) -> Array:
+    def read(self, name: str, row_index: RowIndex) -> Array:
         """Return rows [tiles, rows, ...], converted to the accumulator's dtype."""
         return self.arrays[name][row_index].astype(self.wide, copy=False)
 
-    def write(self, name: str, row_index: _RowIndex, values: Array) -> None:
-        self.arrays[name][row_index] = values
-
-    def read_queries(self, row_index: _RowIndex) -> Array:
+    def read_queries(self, row_index: RowIndex) -> Array:
         """Return queries times a factor <= 1, so that none overflows; `scores` applies the rest of the scale."""
         return self.read("q", row_index) * self.wide(self.q_factor)
 
@@ -203,22 +189,16 @@ class HostCall:
         s = _product(k, q, scratch)
         return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
-    def read_gradients(self, row_index: _RowIndex, name: str = "do") -> Array:
+    def read_gradients(self, row_index: RowIndex, name: str = "do") -> Array:
         """Return dO, or its tangent; 0 for rows without a key, whose gradients are 0 whatever dO is."""
         do = self.read(name, row_index)
         return np.where(self.arrays["empty"][row_index][..., None], self.wide(0), do) if "empty" in self.arrays else do
 
     def forward_rows(self, tiles: list[Tile], scratch: Array) -> None:
         """Compute o and lse of query tiles by an online softmax over all of their keys."""
-        rows, kv_batch_heads = self._rows_of(tiles)
-        q = self.read_queries(rows)
+        rows, kv_batch_heads = self.rows_of(tiles)
         row_max, row_sum, o_acc = self.wide(-np.inf), self.wide(0), None
-        for steps in steps_side_by_side(tiles):
-            keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
-            s = self.scores(self.read("k", keys), q, scratch.reshape(-1))
-            if self.score is not None:
-                self.score.apply(s, self._row_places(tiles, steps))
-            self._mask_keys(tiles, steps, s, -np.inf)
+        for steps, keys, s in self.score_steps(tiles, rows, kv_batch_heads, scratch.reshape(-1)):
             new_max = s.max(axis=-2) if o_acc is None else np.maximum(row_max, s.max(axis=-2))
             shift = np.maximum(new_max, np.finfo(self.wide).min)  # avoids -inf - (-inf)
             s -= shift[..., None, :]
@@ -244,16 +224,29 @@ class HostCall:
             o = o * factor[..., None]
         if self.dropout is not None:
             o = o * self.wide(self.dropout.draws.factor)
-        self.write("o", rows, o)
-        self.write("lse", rows, lse)
+        self.arrays["o"][rows] = o
+        self.arrays["lse"][rows] = lse
+
+    def score_steps(
+        self, tiles: list[Tile], rows: RowIndex, kv_batch_heads: list[BatchHead], scratch: Array
+    ) -> Iterator[tuple[tuple[Step, ...], RowIndex, Array]]:
+        """Yield the steps of query tiles, the index of their keys, and final scores, -inf for masked keys."""
+        q = self.read_queries(rows)
+        for steps in steps_side_by_side(tiles):
+            keys = self.row_index(kv_batch_heads, [step.rows for step in steps])
+            s = self.scores(self.read("k", keys), q, scratch)
+            if self.score is not None:
+                self.score.apply(s, self._row_places(tiles, steps))
+            self._mask_keys(tiles, steps, s, -np.inf)
+            yield steps, keys, s
 
     def backward_deltas(self, tiles: list[Tile], scratch: Array) -> None:
         """Compute delta = rowsum(dO * O) - dlse of query tiles."""
-        rows, _ = self._rows_of(tiles)
+        rows, _ = self.rows_of(tiles)
         delta = np.vecdot(self.read_gradients(rows), self.read("o", rows))
         if "dlse" in self.arrays:
             delta -= np.where(self.read("shift", rows) == np.inf, 0, self.read("dlse", rows))
-        self.write("delta", rows, delta)
+        self.arrays["delta"][rows] = delta
 
     def sink_gradient(self) -> Array:
         """Return dsink [*batch, heads]: minus the sum over queries of the sink's weight times delta."""
@@ -304,12 +297,12 @@ class HostCall:
                 return
             turn.advance(head, math.inf)
         # q includes scale / (natural * score_factor); dK needs the scale.
-        self.write("dk", keys, 0 if dk is None else dk * self.wide(self.natural * self.score_factor))
+        self.arrays["dk"][keys] = 0 if dk is None else dk * self.wide(self.natural * self.score_factor)
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
-        self.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept))
+        self.arrays["dv"][keys] = 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept)
 
     def _weights_and_gradients(
-        self, tiles: list[Tile], batch_heads: list[BatchHead], steps: tuple[Step, ...], rows: _RowIndex, s: Array,
+        self, tiles: list[Tile], batch_heads: list[BatchHead], steps: tuple[Step, ...], rows: RowIndex, s: Array,
         dp: Array,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return P after dropout and dS / softmax_scale of key tiles, in the memory of the scores and of dP."""
@@ -335,7 +328,7 @@ class HostCall:
             dropped.apply(p)
         return p, ds
 
-    def _rows_of(self, tiles: list[Tile]) -> tuple[_RowIndex, list[BatchHead]]:
+    def rows_of(self, tiles: list[Tile]) -> tuple[RowIndex, list[BatchHead]]:
         """Return the rows of query tiles, and the key/value heads that they read."""
         rows = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
         return rows, [(tile.b, tile.h // self.group_size) for tile in tiles]
@@ -361,68 +354,6 @@ class HostCall:
                 masked = masked_elements(self.plan.work, batch_heads[numbers.start], each, None, tile.rows)
                 for x in weights:
                     np.copyto(x[numbers, :, each.rows], 0, where=masked)
-
-
-@dataclass(frozen=True, eq=False)
-class QueryTiles:
-    """A batch of query tiles of a call, for computations other than attention that use their scores."""
-
-    _call: HostCall
-    _tiles: list[Tile]
-    _scratch: Array
-
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], slice]]:
-        """Iterate over the index of each tile's matrix (leading axes and head) and the tile's queries."""
-        return (((*self._call.batch_indices[tile.b], tile.h), tile.rows) for tile in self._tiles)
-
-    def array(self, name: str) -> Array:
-        """Return an array of the call, over the broadcast leading axes and the heads."""
-        return self._call.arrays[name]
-
-    @property
-    def power(self) -> Any:
-        """The exponential function that converts scores to weights."""
-        return self._call.power
-
-    @property
-    def natural(self) -> Any:
-        """The factor that converts scores to natural units, in the accumulator's dtype."""
-        return self._call.wide(self._call.natural)
-
-    def read(self, name: str) -> Array:
-        """Return rows of all tiles, [tiles, queries, ...], in the accumulator's dtype."""
-        return self._call.read(name, self._call._rows_of(self._tiles)[0])
-
-    def write(self, name: str, values: Array) -> None:
-        self._call.write(name, self._call._rows_of(self._tiles)[0], values)
-
-    def scores(self) -> Iterator[tuple[list[Array], Array]]:
-        """Yield for each step the key numbers of each tile, and scores in the call's unit [tiles, keys, queries].
-
-        Masked scores are -inf. Each step overwrites the scores of the previous one.
-        """
-        call, tiles = self._call, self._tiles
-        rows, kv_batch_heads = call._rows_of(tiles)
-        q = call.read_queries(rows)
-        for steps in steps_side_by_side(tiles):
-            keys = call.row_index(kv_batch_heads, [step.rows for step in steps])
-            s = call.scores(call.read("k", keys), q, self._scratch[0])
-            if call.score is not None:
-                call.score.apply(s, call._row_places(tiles, steps))
-            call._mask_keys(tiles, steps, s, -np.inf)
-            yield [row_numbers(step.rows) for step in steps], s
-
-
-def over_queries(
-    plan: KernelPlan, arrays: Mapping[str, Array], visit: Callable[[QueryTiles], None], *, in_order: bool
-) -> None:
-    """Visit all query tiles of a call, on several threads or in order."""
-    call = HostCall.of(KeptTiles(plan), **arrays)
-
-    def step(tiles: list[Tile], scratch: Array) -> None:
-        visit(QueryTiles(call, tiles, scratch))
-
-    run(call.tiles.tiling, (step, call.tiles.of_rows()), in_order=in_order)
 
 
 def _unlike(tiles: list[Tile], steps: tuple[Step, ...]) -> Iterator[tuple[slice, tuple[Tile, Step]]]:

@@ -8,7 +8,9 @@ import numpy as np
 
 from ..arrays import Array
 from ..planning.plan import KernelPlan
-from .cpu import QueryTiles, over_queries
+from ._host_tiles import BatchHead, KeptTiles, Tile, row_numbers
+from .cpu import HostCall, RowIndex
+from .host_threads import run
 
 
 def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, int], *, has_lse: bool) -> None:
@@ -17,38 +19,46 @@ def block_mass(plan: KernelPlan, arrays: Mapping[str, Array], block: tuple[int, 
     If query tiles share a block of the grid, they add to the same masses, so tiles are then visited in order.
     """
 
-    def visit(tiles: QueryTiles) -> None:
-        shift, factor = _from_lse(tiles) if has_lse else _from_scores(tiles)
-        for keys, s in tiles.scores():
+    call = HostCall.of(KeptTiles(plan), **arrays)
+    mass = call.arrays["mass"]
+
+    def visit(tiles: list[Tile], scratch: Array) -> None:
+        at = call.rows_of(tiles)
+        shift, factor = _from_lse(call, at[0]) if has_lse else _from_scores(call, tiles, at, scratch)
+        for steps, _, s in call.score_steps(tiles, *at, scratch[0]):
             s -= shift[..., None, :]
-            p = tiles.power(s, out=s)
+            p = call.power(s, out=s)
             p *= factor[..., None, :]
-            for (matrix, rows), numbers, weights in zip(tiles, keys, p):
-                _add_to_grid(tiles.array("mass")[matrix], np.arange(rows.start, rows.stop), numbers, weights, block)
+            for tile, step, weights in zip(tiles, steps, p):
+                masses = mass[(*call.batch_indices[tile.b], tile.h)]
+                _add_to_grid(masses, row_numbers(tile.rows), row_numbers(step.rows), weights, block)
 
-    over_queries(plan, arrays, visit, in_order=plan.work.block_q % block[0] != 0)
+    run(call.tiles.tiling, (visit, call.tiles.of_rows()), in_order=plan.work.block_q % block[0] != 0)
 
 
-def _from_lse(tiles: QueryTiles) -> tuple[Array, Array]:
+def _from_lse(call: HostCall, rows: RowIndex) -> tuple[Array, Array]:
     """Return the terms to subtract from scores, and the factors of the weights, [tiles, queries]."""
-    lse = tiles.read("lse")
+    lse = call.read("lse", rows)
     has_key = lse != -np.inf
-    return np.where(has_key, lse / tiles.natural, 0), has_key.astype(lse.dtype)
+    return np.where(has_key, lse / call.wide(call.natural), 0), has_key.astype(lse.dtype)
 
 
-def _from_scores(tiles: QueryTiles) -> tuple[Array, Array]:
+def _from_scores(
+    call: HostCall, tiles: list[Tile], at: tuple[RowIndex, list[BatchHead]], scratch: Array
+) -> tuple[Array, Array]:
     """Return the terms and factors of `_from_lse` from the row maximum and row sum over all keys, and write lse."""
-    wide = tiles.array("lse").dtype.type
-    row_max = np.full(tiles.read("lse").shape, wide(-np.inf))
+    wide = call.arrays["lse"].dtype.type
+    row_max = np.full(call.read("lse", at[0]).shape, wide(-np.inf))
     row_sum = np.zeros_like(row_max)
-    for _, s in tiles.scores():
+    for _, _, s in call.score_steps(tiles, *at, scratch[0]):
         new_max = np.maximum(row_max, s.max(axis=-2))
         shift = np.where(new_max == -np.inf, wide(0), new_max)
         s -= shift[..., None, :]
-        row_sum = row_sum * tiles.power(row_max - shift) + tiles.power(s, out=s).sum(axis=-2)
+        row_sum = row_sum * call.power(row_max - shift) + call.power(s, out=s).sum(axis=-2)
         row_max = new_max
     has_key = row_max != -np.inf
-    tiles.write("lse", np.where(has_key, row_max * tiles.natural + np.log(row_sum), -np.inf))
+    lse = np.where(has_key, row_max * call.wide(call.natural) + np.log(row_sum), -np.inf)
+    call.arrays["lse"][at[0]] = lse
     return np.where(has_key, row_max, wide(0)), np.where(has_key, 1 / row_sum, wide(0))
 
 

@@ -18,6 +18,7 @@ from ..masks.block_set import BlockGrid
 from ..masks.content import mask_namespace
 from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
+from ..planning.interval_kernels import moving_strides
 from ..planning.launches import BATCH_AXES
 from ..planning.list_kernels import ListSource
 
@@ -54,9 +55,8 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
     else:
         array = evaluated(And(others), shape, over)
     source = ListSource(
-        strides=tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape)),
-        element=element, is_whole=is_whole, rows=None, given_rows=None if rows is None else rows[0].shape[:2],
-        shape=flat, block=block, batch=over[0], num_heads=over[1],
+        strides=moving_strides(array), element=element, is_whole=is_whole, rows=None, shape=flat, block=block,
+        batch=over[0], num_heads=over[1], given_rows=None if rows is None else rows[0].shape[:2],
     )  # fmt: skip
     return source, (array, *(rows or ()))
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, ShapeDtype, summed_to
+from ..arrays import Array, summed_to
 from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..compiler.earlier_failure import raise_earlier
@@ -30,10 +30,10 @@ from . import checks
 from ._records import View
 from .arguments import KernelArguments
 from ..planning.list_kernels import WorkAtCall
-from .launch import BoundCall, BoundPass, Lists, Machine
+from .launch import BoundCall, BoundPass, Lists, LaunchTarget, PassLayout
 from .list_maker import ListMaker
 from .tensor_map import Template, BoxedArray, encoded, template
-from .workspaces import Piece, Workspaces
+from .workspaces import Piece, Stream, Workspaces
 
 _COMPILE_FIRST = "make the same call once, or call plan.compile() before the capture, then run the same plan inside it"
 
@@ -144,13 +144,9 @@ class Gpu:
         """Set an array to zeros on the current stream."""
         array.fill(0)
 
-    def stream(self) -> Any:
-        """Return CuPy's current stream."""
-        return namespace().cuda.get_current_stream()
-
     @property
-    def current_stream(self) -> Callable[[], Any]:
-        """CuPy's function that returns the current stream; calling it directly saves the call of `stream`."""
+    def stream(self) -> Callable[[], Any]:
+        """CuPy's function that returns the current stream."""
         stream: Callable[[], Any] = namespace().cuda.get_current_stream
         return stream
 
@@ -270,7 +266,7 @@ class Gpu:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(encoded, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Stream], None]:
         """Return a function (arguments, stream) that launches a kernel, compiled and loaded now.
 
         With CUFLASH_CHECK, first wait for all earlier work, whose failures would otherwise be attributed to the kernel.
@@ -285,7 +281,7 @@ class Gpu:
                 raise_earlier(error)
                 raise
 
-        def start(arguments: KernelArguments, stream: Any) -> None:
+        def start(arguments: KernelArguments, stream: Stream) -> None:
             try:
                 launch(function.ptr, grid, 1, 1, threads, 1, 1, shared_bytes, stream.ptr, arguments.table, 0)
             except RuntimeError as error:
@@ -399,43 +395,21 @@ def refuse_capture(reason: str) -> None:
         raise RuntimeError(f"this call cannot be captured: {reason}")
 
 
-def bind(
-    plan: KernelPlan,
-    name: str,
-    inputs: Mapping[str, Array],
-    results: Mapping[str, ShapeDtype],
-    *,
-    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
-    axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    pins: bool = False,
-    machine: Machine | None = None,
-) -> BoundCall:
+def bind(plan: KernelPlan, of: PassLayout, machine: LaunchTarget | None = None) -> BoundCall:
     """Return the function that runs a pass on arrays of one layout on the current device; it checks only alignment.
 
     Parameters
     ----------
     plan : KernelPlan
-    name : str
-        The pass, "forward" or "backward".
-    inputs : dict of arrays by name
-        Operands whose layout later calls share.
-    results : dict of ShapeDtype by name
-        Results, which each call allocates.
-    unwanted : dict of ShapeDtype by name
-        Results that the caller does not want; they are workspaces of the kernels.
-    axes : dict of sequences of int by name
-        The order of a result's axes in memory, outermost first, if it is not C order.
-    pins : bool
-        If True, memory that a captured call uses is held forever, because the caller does not hold the plan.
-    machine : Machine, optional
-        The machine that runs the kernels, and the library of its arrays; default: CuPy's current device. If
-        it is passed, `inputs` may be objects that have only a layout.
+    of : PassLayout
+    machine : LaunchTarget, optional
+        The machine that runs the kernels, and the library of its arrays; default: CuPy's current device.
 
     Returns
     -------
     callable
-        It takes arrays in the order of `inputs`, the `numbers` of the features of the pass, and the checks of the call,
-        and returns new results.
+        It takes arrays in the order of the inputs, the `numbers` of the features of the pass, and the checks of the
+        call, and returns new results.
 
     Raises
     ------
@@ -443,12 +417,12 @@ def bind(
         Raised by the returned function for arrays that do not start at a multiple of their item size.
     """
     machine = machine or _GPU
-    bound = bound_pass(plan, name, inputs, results, unwanted=unwanted, axes=axes, machine=machine)
-    names, item_bits = tuple(inputs), [array.dtype.itemsize - 1 for array in inputs.values()]
+    bound, results = bound_pass(plan, of, machine), of.results
+    names, item_bits = tuple(of.inputs), [array.dtype.itemsize - 1 for array in of.inputs.values()]
     any_bits, sets_zeros, launch = reduce(or_, item_bits), bool(bound.record.zeroed), bound.launch
-    makers = [machine.maker(result.shape, result.dtype, axes.get(name)) for name, result in results.items()]
+    makers = [machine.maker(result.shape, result.dtype, of.axes.get(name)) for name, result in results.items()]
     current_stream, address, layout, keep_captured = (
-        machine.current_stream, machine.address, machine.layout, machine.keep_captured
+        machine.stream, machine.address, machine.layout, machine.keep_captured
     )  # fmt: skip
 
     def call(*arrays: Array, numbers: Sequence[int] = (), check: checks.Check | None = None) -> list[Array]:
@@ -476,30 +450,19 @@ def bind(
             addresses += numbers
             workspaces = launch(addresses, stream)
         if is_capturing:
-            keep_captured(plan, [*outputs, *workspaces], pins)
+            keep_captured(plan, [*outputs, *workspaces], of.pins)
         return outputs
 
     return call
 
 
-def bound_pass(
-    plan: KernelPlan,
-    name: str,
-    inputs: Mapping[str, Array],
-    results: Mapping[str, ShapeDtype],
-    *,
-    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
-    axes: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    machine: Machine | None = None,
-) -> BoundPass:
-    """Return the launches of a pass for inputs of these layouts and results; parameters as for `bind`."""
-    kernels, machine = plan.pass_of(name, inputs), machine or _GPU
+def bound_pass(plan: KernelPlan, of: PassLayout, machine: LaunchTarget | None = None) -> BoundPass:
+    """Return the launches of a pass for arrays of these layouts; parameters as for `bind`."""
+    kernels, machine = plan.pass_of(of.name, of.inputs), machine or _GPU
     machine.prepare(kernels)
-    views = *starmap(View.of, inputs.items()), *(
-        View.of_new(name, result, axes.get(name)) for name, result in results.items()
-    )
-    besides = {name: Workspace(result.shape, result.dtype) for name, result in unwanted.items()}
-    return BoundPass.of_plan(plan, kernels, views, machine, besides)
+    new = (View.of_new(name, result, of.axes.get(name)) for name, result in of.results.items())
+    besides = {name: Workspace(result.shape, result.dtype) for name, result in of.unwanted.items()}
+    return BoundPass.of_plan(plan, kernels, (*starmap(View.of, of.inputs.items()), *new), machine, besides)
 
 
 def compile_kernels(specs: Iterable[KernelSpec], machine: Gpu) -> None:
@@ -531,7 +494,7 @@ def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = Non
         The stream is captured, and the kernels that build lists are not compiled yet.
     """
     machine = machine or _GPU
-    current_stream, address, keep_captured = machine.current_stream, machine.mask_address, machine.keep_captured
+    current_stream, address, keep_captured = machine.stream, machine.mask_address, machine.keep_captured
     make: ListMaker | None = None
     if work.carried is not work.source:
         compile_kernels(work.source.kernels.specs.values(), machine)

@@ -24,24 +24,22 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype
+from ..arrays import Array
 from ..planning.host import BACKWARD_JVP_TILES, JVP_TILES
 from ..planning.options import DOT
 from ..planning.plan import KernelPlan
 from . import cpu
 from ._host_tiles import Tile, steps_side_by_side
-from .cpu import added, HostCall
+from .cpu import HostCall, RowIndex, added
 from .host_threads import run
-from .launch import BoundCall
+from .launch import BoundCall, PassLayout
 from .tile_scores import coordinates
 from .tile_tangents import ScoreTangents
 
 
-def bind(
-    plan: KernelPlan, name: str, inputs: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
-) -> BoundCall:
-    """Return the function that runs the pass "jvp" or "backward_jvp" on arrays in the order of `inputs`."""
-    return cpu.bind(plan, name, inputs, results, passes=_PASSES, **options)
+def bind(plan: KernelPlan, of: PassLayout) -> BoundCall:
+    """Return the function that runs the pass "jvp" or "backward_jvp" on arrays in the order of the inputs."""
+    return cpu.bind(plan, of, _PASSES)
 
 
 def _jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
@@ -116,7 +114,7 @@ class HostTangents:
     def jvp_rows(self, tiles: list[Tile], scratch: Array) -> None:
         """Compute o_dot and lse_dot of query tiles from all of their keys, o and lse."""
         call, wide = self.call, self.call.wide
-        rows, kv_batch_heads = call._rows_of(tiles)
+        rows, kv_batch_heads = call.rows_of(tiles)
         q, shift = self._queries(rows), call.read("shift", rows)
         centers, total, o_acc = _Centers(shift.shape, wide), wide(0), None
         for steps in steps_side_by_side(tiles):
@@ -153,7 +151,7 @@ class HostTangents:
             mask(is_seen.view(np.uint8))
             centers.see(f_dot, is_seen if self.score is None else is_seen & (p != 0))
 
-    def _finish(self, rows: Any, num_tiles: int, centers: _Centers, total: Array, o_dot: Array) -> None:
+    def _finish(self, rows: RowIndex, num_tiles: int, centers: _Centers, total: Array, o_dot: Array) -> None:
         """Compute o_dot and lse_dot from the sums of w and of its products with the values."""
         call, lse = self.call, self.call.read("lse", rows)
         of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
@@ -174,13 +172,13 @@ class HostTangents:
         is_nan = np.isnan(lse)
         lse_dot = np.where(is_nan, lse, np.where(lse == -np.inf, 0, lse_dot))
         o_dot = np.where(is_nan[..., None], lse[..., None], np.where(lse[..., None] == -np.inf, 0, o_dot))
-        call.write("o.dot", rows, o_dot)
-        call.write("lse.dot", rows, lse_dot)
+        call.arrays["o.dot"][rows] = o_dot
+        call.arrays["lse.dot"][rows] = lse_dot
 
     def backward_rows(self, tiles: list[Tile], scratch: Array) -> None:
         """Compute delta, delta_dot and dq_dot of query tiles, and add the terms of captured arrays."""
         call = self.call
-        rows, kv_batch_heads = call._rows_of(tiles)
+        rows, kv_batch_heads = call.rows_of(tiles)
         do, shift = self._gradients(rows), call.read("shift", rows)
         is_empty = shift == np.inf
         delta, delta_dot = np.vecdot(do.x, call.read("o", rows)), np.vecdot(do.x, call.read("o.dot", rows))
@@ -189,8 +187,8 @@ class HostTangents:
         for name, each in (("dlse", delta), ("dlse.dot", delta_dot)):
             if name in call.arrays:
                 each -= np.where(is_empty, 0, call.read(name, rows))
-        call.write("delta", rows, delta)
-        call.write("delta.dot", rows, delta_dot)
+        call.arrays["delta"][rows] = delta
+        call.arrays["delta.dot"][rows] = delta_dot
         statistics = shift, call.read("lse.dot", rows), delta, delta_dot
         q = self._queries(rows)
         dq: Array | None = None
@@ -205,7 +203,7 @@ class HostTangents:
             if k.dot is not None:
                 mask(ds)
                 dq = added(dq, ds.swapaxes(-1, -2) @ k.dot)
-        call.write("dq", rows, 0 if dq is None else dq * call.wide(call.plan.problem.scaling.scale))
+        call.arrays["dq"][rows] = 0 if dq is None else dq * call.wide(call.plan.problem.scaling.scale)
 
     def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
         """Compute dk_dot and dv_dot of key tiles, summed over the query heads that share them."""
@@ -233,9 +231,9 @@ class HostTangents:
                 dk = dk if q.dot is None else added(dk, ds @ q.dot)
                 dv = dv if do.dot is None else added(dv, p @ do.dot)
         # q includes scale / (natural * score_factor), as in `HostCall`.
-        call.write("dk", keys, 0 if dk is None else dk * call.wide(call.natural * call.score_factor))
+        call.arrays["dk"][keys] = 0 if dk is None else dk * call.wide(call.natural * call.score_factor)
         of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
-        call.write("dv", keys, 0 if dv is None else dv if of_kept == 1 else dv * call.wide(of_kept))
+        call.arrays["dv"][keys] = 0 if dv is None else dv if of_kept == 1 else dv * call.wide(of_kept)
 
     def sink_gradient(self) -> Array:
         """Return the tangent of dsink [*batch, heads]: -sum P_sink ((sink_dot - lse_dot) delta + delta_dot)."""
@@ -257,17 +255,17 @@ class HostTangents:
     def _reads_places(self) -> bool:
         return self.score is not None or self.call.dropout is not None
 
-    def _read(self, name: str, index: Any) -> _Side:
+    def _read(self, name: str, index: RowIndex) -> _Side:
         call, dot = self.call, f"{name}{DOT}"
         return _Side(call.read(name, index), call.read(dot, index) if dot in call.arrays else None)
 
-    def _queries(self, rows: Any) -> _Side:
+    def _queries(self, rows: RowIndex) -> _Side:
         """Return queries and their tangents, both times the factor of `HostCall.read_queries`."""
         q = self._read("q", rows)
         factor = self.call.wide(self.call.q_factor)
         return _Side(q.x * factor, None if q.dot is None else q.dot * factor)
 
-    def _gradients(self, rows: Any) -> _Side:
+    def _gradients(self, rows: RowIndex) -> _Side:
         """Return dO and its tangent; 0 for rows without a key."""
         call = self.call
         return _Side(

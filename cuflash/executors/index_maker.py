@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from ._layout_key import layout_key
 from .evaluation import evaluated_source
 from .launch import LaunchTarget
 from .list_maker import ListMaker
+from .workspaces import Stream
 
 
 # The fields of a source on which list kernels depend, if each call passes the row intervals.
@@ -46,16 +48,16 @@ class IndexMaker:
     def __init__(self, source: ListSource, target: LaunchTarget) -> None:
         self.lists = ListMaker(source, target)
         self._source = source
-        self._facts: dict[str, Any] = {
+        self._facts: dict[str, Array] = {
             "seqlen_q": source.shape.seqlen_q, "seqlen_kv": source.shape.seqlen_kv, "block": source.block,
             "batch": source.batch, "num_heads": source.num_heads, "lo": None, "hi": None,
         }  # fmt: skip
         if source.is_whole:
             self._facts |= self.lists.launches.lists
 
-    def __call__(self, mask: int, stream: Any) -> BlockIndex:
-        """Return the BlockIndex of the boolean mask at this address; its kernels are queued on the stream."""
-        return self.index_of(self.lists((mask,), stream))
+    def __call__(self, masks: Sequence[int], stream: Stream) -> BlockIndex:
+        """Return the BlockIndex of the boolean mask at one address; its kernels are queued on the stream."""
+        return self.index_of(self.lists(masks, stream))
 
     def index_of(self, lists: Array) -> BlockIndex:
         """Return the index with these lists."""
@@ -80,7 +82,7 @@ class IntervalIndexMaker:
         self._true = target.guarded(self, {"mask": target.sent(np.ones(1, bool))})
         self._address = target.address
 
-    def __call__(self, integers: Sequence[int], stream: Any) -> BlockIndex:
+    def __call__(self, integers: Sequence[int], stream: Stream) -> BlockIndex:
         """Return the index of the mask whose integers are at these addresses; its kernels are queued on the stream."""
         self._true.use(stream)
         intervals = self._find(integers, stream)
@@ -165,11 +167,10 @@ def repeated_index(mask: Any, arguments: tuple[Any, ...]) -> tuple[Hashable, Blo
 def _made(maker: _Maker, *arrays: Array) -> BlockIndex:
     """Return the index of chosen blocks, or of a mask, from arrays on the current device."""
     target = gpu.current_target()
-    stream = target.current_stream()
+    stream = target.stream()
     if stream.is_capturing():
         gpu.hold(maker)
-    addresses = [target.mask_address(array) for array in arrays]
-    return maker(addresses, stream) if isinstance(maker, IntervalIndexMaker) else maker(addresses[0], stream)
+    return maker([target.mask_address(array) for array in arrays], stream)
 
 
 def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: gpu.Gpu) -> BlockIndex:
@@ -183,10 +184,7 @@ def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: 
         return empty.to(lambda array: xp.zeros(array.shape, dtype=array.dtype))
     source, arrays = evaluated_source(mask, shape, block)
     key = "list", target, target.device, *_LAYOUT(source)
-    maker: IndexMaker | None = CALLS.get(key)
-    if maker is None:
-        maker = IndexMaker(source, target)
-        CALLS.put(key, maker)
+    maker: IndexMaker = CALLS.get_or_make(key, partial(IndexMaker, source, target))
     lists = maker.lists([target.mask_address(array) for array in arrays], target.stream())
     if source.given_rows is None:
         return maker.index_of(lists)
@@ -216,10 +214,7 @@ def maker_of(chosen: Array, mask: Mask, shape: MaskShape, block: tuple[int, int]
 
 def _maker(key: Hashable, mask: Mask, shape: MaskShape, block: tuple[int, int]) -> _Maker | None:
     """Return the maker of indices of masks with this layout, from the cache; None if no kernel supports them."""
-    cached: tuple[_Maker | None] | None = CALLS.get(key)
-    if cached is None:
-        cached = (_new_maker(mask.resolve(shape), shape, block),)
-        CALLS.put(key, cached)
+    cached: tuple[_Maker | None] = CALLS.get_or_make(key, lambda: (_new_maker(mask.resolve(shape), shape, block),))
     return cached[0]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from numpy.typing import DTypeLike
 
-from ..arrays import Array
+from ..arrays import Array, ShapeDtype
 from ..blocks.work_list import WorkList
 from ..planning.launches import Launch, Pass, Workspace
 from ..planning.list_kernels import WorkAtCall
@@ -21,7 +21,34 @@ from .arguments import Arguments, KernelArguments
 from .checks import Check, check_lists
 from .params import attention_record
 from .tensor_map import Template, BoxedArray
-from .workspaces import SeparateWorkspaces, Workspaces
+from .workspaces import SeparateWorkspaces, Stream, Workspaces
+
+
+class PassLayout(NamedTuple):
+    """The arrays of a pass of a plan; a pass is bound to their layouts.
+
+    Attributes
+    ----------
+    name : str
+        The pass.
+    inputs : dict of arrays by name
+        Operands whose layouts later calls share. Objects with only a layout suffice on a GPU.
+    results : dict of ShapeDtype by name
+        Results, which each call allocates.
+    unwanted : dict of ShapeDtype by name
+        Results that the caller does not want; they are workspaces of the kernels.
+    axes : dict of sequences of int by name
+        The order of a result's axes in memory, outermost first, if it is not C order.
+    pins : bool
+        If True, memory that a captured call uses is held forever, because the caller does not hold the plan.
+    """
+
+    name: str
+    inputs: Mapping[str, Array]
+    results: Mapping[str, ShapeDtype]
+    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({})
+    axes: Mapping[str, Sequence[int]] = MappingProxyType({})
+    pins: bool = False
 
 
 class BoundCall(Protocol):
@@ -41,21 +68,36 @@ class Lists:
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
 
-    def use(self, stream: Any) -> None:
+    def use(self, stream: Stream) -> None:
         """Prepare the arrays for kernels to be launched on a stream."""
 
 
 class LaunchTarget(Protocol):
-    """A device that runs kernels: a GPU or the simulator."""
+    """A device that runs kernels, a GPU or the simulator, with the arrays of one library."""
 
-    def address(self, array: Array) -> int:
-        """Return the address of an array's first element, as a kernel sees it."""
+    @property
+    def executor(self) -> str:
+        """The name of the executor."""
+
+    @property
+    def address(self) -> Callable[[Array], int]:
+        """A function that returns the address of an array's first element, as a kernel sees it."""
 
     def set_zero(self, array: Array) -> None:
         """Set an array to zeros on the current stream."""
 
-    def stream(self) -> Any:
-        """Return the current stream, on which arrays are allocated."""
+    @property
+    def stream(self) -> Callable[[], Stream]:
+        """A function that returns the current stream, on which arrays are allocated."""
+
+    def prepare(self, kernels: Pass, *later: Pass) -> None:
+        """Compile the kernels of a pass, and with them those of passes that follow, if that saves time."""
+
+    def layout(self, array: Array) -> Array:
+        """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
+
+    def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
+        """Keep the arrays that a captured call allocated, and with `pins` its plan, since each replay uses them."""
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> SeparateWorkspaces | Workspaces:
         """Return the memory of the workspaces of a pass."""
@@ -69,36 +111,11 @@ class LaunchTarget(Protocol):
     def tensor_map(self, tiles: BoxedArray) -> Template:
         """Return the tensor map of arrays of one layout, without the address."""
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Stream], None]:
         """Return a function (arguments, stream) that launches a kernel; it does not use the arguments later."""
 
     def wait(self, launch: Launch) -> None:
         """Wait until a launch has ended; raise RuntimeError if it failed."""
-
-
-class Machine(LaunchTarget, Protocol):
-    """A device that runs kernels on one library's arrays, and for which passes are bound."""
-
-    @property
-    def executor(self) -> str:
-        """The name of the executor."""
-
-    @property
-    def current_stream(self) -> Callable[[], Any]:
-        """A function that returns the current stream."""
-
-    @property
-    def address(self) -> Callable[[Array], int]:
-        """A function that returns the address of an array's first element."""
-
-    def prepare(self, kernels: Pass, *later: Pass) -> None:
-        """Compile the kernels of a pass, and with them those of passes that follow, if that saves time."""
-
-    def layout(self, array: Array) -> Array:
-        """Return an object with an array's shape, dtype, strides and address under CuPy's names."""
-
-    def keep_captured(self, plan: KernelPlan, arrays: Iterable[Array], pins: bool) -> None:
-        """Keep the arrays that a captured call allocated, and with `pins` its plan, since each replay uses them."""
 
 
 class BoundPass:
@@ -159,7 +176,7 @@ class BoundPass:
         return cls(pass_record(kernels, arrays, names, target, work), target, [] if work is None else [work])
 
     def __call__(
-        self, arrays: Sequence[Array], stream: Any, check: Check | None = None, numbers: Sequence[int] = ()
+        self, arrays: Sequence[Array], stream: Stream, check: Check | None = None, numbers: Sequence[int] = ()
     ) -> list[Array]:
         """Launch the kernels on arrays in the order of the names; return the workspaces, which a capture keeps."""
         for i, _ in self.record.zeroed:
@@ -167,7 +184,7 @@ class BoundPass:
         addresses = [*map(self._target.address, arrays), *numbers]
         return self.launch(addresses, stream) if check is None else self._checked(arrays, addresses, stream, check)
 
-    def launch(self, addresses: Sequence[int], stream: Any) -> list[Array]:
+    def launch(self, addresses: Sequence[int], stream: Stream) -> list[Array]:
         """Launch the kernels on arrays at these addresses, followed by numbers, without setting results to zero.
 
         Return the workspace arrays, which a capture must keep alive.
@@ -192,7 +209,7 @@ class BoundPass:
         self._target.wait(self.record.kernels[-1].launch)
 
     def _checked(
-        self, arrays: Sequence[Array], addresses: Sequence[int], stream: Any, check: Check
+        self, arrays: Sequence[Array], addresses: Sequence[int], stream: Stream, check: Check
     ) -> list[Array]:
         """Launch the kernels one at a time, wait for each, and check the arrays that it wrote."""
         for work in self.works:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from ..planning.chosen_lists import UnionSource
 from ..planning.interval_kernels import IntervalSource
 from ..planning.list_kernels import AT_CALL, ListSource
 from .launch import BoundPass, LaunchTarget
+from .workspaces import Stream
 
 
 class ListMaker:
@@ -36,7 +36,7 @@ class ListMaker:
         self.allocate = target.maker((source.nbytes,), np.dtype(np.uint8))
         self._address = target.address
 
-    def __call__(self, arrays: Iterable[int], stream: Any) -> Array:
+    def __call__(self, arrays: Iterable[int], stream: Stream) -> Array:
         """Launch the kernels on arrays at these addresses; return the bytes that the kernels will write."""
         lists = self.allocate()
         self.launches.launch((*arrays, self._address(lists)), stream)

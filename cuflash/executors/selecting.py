@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,12 +54,13 @@ def chosen(
     if 0 in scores.shape:
         return xp.zeros(scores.shape, bool)
     target = gpu.current_target()
-    key = "choose", nvrtc.current_device()[1], rule, scores.shape, scores.dtype
-    chooser: BoundPass | None = CALLS.get(key)
-    if chooser is None:
+
+    def make() -> BoundPass:
         kernels = rule.kernels(scores.shape, scores.dtype, gpu.current_device().tile_memory_bytes)
-        chooser = bound_kernel(kernels, target, ("scores", "shares", "allowed", "forced", "kept"))
-        CALLS.put(key, chooser)
+        return bound_kernel(kernels, target, ("scores", "shares", "allowed", "forced", "kept"))
+
+    key = "choose", nvrtc.current_device()[1], rule, scores.shape, scores.dtype
+    chooser: BoundPass = CALLS.get_or_make(key, make)
     inputs = [xp.ascontiguousarray(scores), None if shares is None else xp.ascontiguousarray(shares)]
     for each in (allowed, forced):
         inputs.append(None if each is None else xp.ascontiguousarray(xp.broadcast_to(each, scores.shape)))
@@ -86,10 +88,7 @@ def launched(kernels: Pass, arrays: Mapping[str, Array], key: Hashable, executor
         return
     target = gpu.current_target()
     key = "launched", nvrtc.current_device()[1], key
-    bound: BoundPass | None = CALLS.get(key)
-    if bound is None:
-        bound = bound_kernel(kernels, target)
-        CALLS.put(key, bound)
+    bound: BoundPass = CALLS.get_or_make(key, partial(bound_kernel, kernels, target))
     bound.launch([target.address(arrays[name]) for name in arrays_of(kernels)], target.stream())
 
 
@@ -183,7 +182,7 @@ class Selection:
                 works += step.works
         self._launches = BoundPass(LaunchRecord.joined(parts, ("q", "k", AT_CALL), workspaces), target, works)
         self._result_of, self._allocate, self._address = lists.result_of, lists.allocate, target.address
-        self._current_stream, self._prepare = target.current_stream, prepare
+        self._current_stream, self._prepare = target.stream, prepare
         self._captured: list[Array] = []
 
     def __call__(self, q: Array, k: Array) -> Any:
@@ -217,7 +216,7 @@ class FixedSelection:
         self._lists = target.guarded(self, {"kept": target.sent(chosen)})
         self._make_index = maker_of(self._lists.arrays["kept"])
         self._address = target.mask_address(self._lists.arrays["kept"])
-        self._current_stream = target.current_stream
+        self._current_stream = target.stream
 
     @property
     def makes_index(self) -> bool:
@@ -231,4 +230,4 @@ class FixedSelection:
         self._lists.use(stream)
         if stream.is_capturing():  # each replay reads the blocks and the inputs of the lists
             gpu.hold(self)
-        return self._make_index(self._address, stream)
+        return self._make_index((self._address,), stream)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .. import sim
-from ..arrays import Array, ShapeDtype
+from ..arrays import Array
 from ..blocks.work_list import WorkList
 from ..compiler.source import source
 from ..planning.launches import Launch, Pass, Workspace
@@ -20,9 +20,9 @@ from ..planning.spec import KernelSpec
 from . import gpu
 from .arguments import KernelArguments
 from .checks import Check
-from .launch import BoundCall, Lists
+from .launch import BoundCall, Lists, PassLayout
 from .tensor_map import Template, BoxedArray, simulated, template
-from .workspaces import SeparateWorkspaces
+from .workspaces import SeparateWorkspaces, Stream
 
 
 class _NoStream:
@@ -67,10 +67,6 @@ class Simulator:
         """Return the stream of all launches; each launch has ended when it returns."""
         return _NO_STREAM
 
-    @property
-    def current_stream(self) -> Callable[[], _NoStream]:
-        return self.stream
-
     def prepare(self, kernels: Pass, *later: Pass) -> None:
         """Skip compilation: a kernel is compiled when it is launched."""
 
@@ -94,7 +90,7 @@ class Simulator:
     def tensor_map(self, tiles: BoxedArray) -> Template:
         return template(simulated, tiles)
 
-    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Any], None]:
+    def launcher(self, spec: KernelSpec, grid: int, shared_bytes: int) -> Callable[[KernelArguments, Stream], None]:
         return lambda arguments, stream: self.launch(
             spec, grid, shared_bytes, tuple(record[0] for record in arguments.records)
         )
@@ -122,9 +118,7 @@ def _kernel(spec: KernelSpec, sanitize: sim.Sanitizer) -> sim.Kernel:
 _SIMULATOR = Simulator()
 
 
-def bind(
-    plan: KernelPlan, name: str, inputs: Mapping[str, Array], results: Mapping[str, ShapeDtype], **options: Any
-) -> BoundCall:
+def bind(plan: KernelPlan, of: PassLayout) -> BoundCall:
     """Return the function that runs a pass on the simulator, as `gpu.bind` does on a GPU.
 
     The pass is bound once for each simulator, since tests replace `_SIMULATOR`.
@@ -134,7 +128,7 @@ def bind(
     def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> Sequence[Array]:
         machine = _SIMULATOR
         if machine not in bound:
-            bound[machine] = gpu.bind(plan, name, inputs, results, **options, machine=machine)
+            bound[machine] = gpu.bind(plan, of, machine)
         return bound[machine](*arrays, numbers=numbers, check=check)
 
     return call

@@ -103,8 +103,12 @@ class TorchGpu(gpu.Gpu):
         super().__init__()
         self._streams: dict[tuple[int, int], Any] = {}
 
-    def stream(self) -> Any:
-        """Return PyTorch's current stream as a CuPy stream."""
+    @property
+    def stream(self) -> Callable[[], Any]:
+        """A function that returns PyTorch's current stream as a CuPy stream."""
+        return self._current_stream
+
+    def _current_stream(self) -> Any:
         device = torch._C._cuda_getDevice()
         key = device, torch._C._cuda_getCurrentRawStream(device)  # fast; code from torch.compile calls it, too
         stream = self._streams.get(key)
@@ -112,10 +116,6 @@ class TorchGpu(gpu.Gpu):
             stream = gpu.namespace().cuda.Stream.from_external(torch.cuda.current_stream())
             stream = self._streams.setdefault(key, stream)
         return stream
-
-    @property
-    def current_stream(self) -> Callable[[], Any]:
-        return self.stream
 
     def maker(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Sequence[int] | None = None) -> Callable[[], Array]:
         """Return a function that allocates a tensor on the current device, or its bytes if PyTorch lacks the dtype."""

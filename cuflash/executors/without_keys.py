@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype, namespace
+from ..arrays import Array, namespace
 from ..planning.plan import KernelPlan
 from .checks import Check
-from .launch import BoundCall
+from .launch import BoundCall, PassLayout
 
 
-def bind(
-    plan: KernelPlan,
-    name: str,
-    inputs: Mapping[str, Array],
-    results: Mapping[str, ShapeDtype],
-    *,
-    unwanted: Mapping[str, ShapeDtype] = MappingProxyType({}),
-    **options: Any,
-) -> BoundCall:
-    """Return the function that runs a pass on arrays in the order of `inputs`."""
-    names, run_pass = tuple(inputs), _PASSES[name]
+def bind(plan: KernelPlan, of: PassLayout) -> BoundCall:
+    """Return the function that runs a pass on arrays in the order of the inputs."""
+    names, run_pass = tuple(of.inputs), _PASSES[of.name]
 
     def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
         xp = namespace(arrays[0])
-        new = {name: xp.empty(each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
+        new = {name: xp.empty(each.shape, each.dtype) for name, each in {**of.results, **of.unwanted}.items()}
         run_pass(plan, {**dict(zip(names, arrays)), **new})
-        return [new[name] for name in results]
+        return [new[name] for name in of.results]
 
     return call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -15,6 +15,17 @@ from ..planning.launches import Workspace
 _PER_THREAD = 2  # cudaStreamPerThread, a single handle for the streams of many threads
 MOST_KEPT = 8 << 20  # maximum bytes of a piece that a stream keeps for its calls
 _ALIGNMENT = 256  # alignment in bytes of each workspace within a piece
+
+
+class Stream(Protocol):
+    """A CUDA stream, with CuPy's names."""
+
+    @property
+    def ptr(self) -> int:
+        """The handle of the stream."""
+
+    def is_capturing(self) -> bool:
+        """True if work on the stream is recorded in a graph."""
 
 
 class Piece(NamedTuple):
@@ -76,12 +87,12 @@ class SeparateWorkspaces:
     ) -> None:
         self._needs, self._make, self._address = list(needs.values()), make, address
 
-    def take(self, stream: Any) -> Taken:
+    def take(self, stream: Stream) -> Taken:
         """Allocate new arrays for a call on a stream."""
         arrays = list(map(self._make, self._needs))
         return Taken(list(map(self._address, arrays)), arrays)
 
-    def give_back(self, stream: Any, taken: Taken) -> None:
+    def give_back(self, stream: Stream, taken: Taken) -> None:
         """Return immediately: a later call allocates its own arrays."""
 
 
@@ -114,7 +125,7 @@ class Workspaces:
         self._make = memory.maker((self._nbytes,), np.dtype(np.uint8))
         self._pieces = memory.kept_pieces()
 
-    def take(self, stream: Any) -> Taken:
+    def take(self, stream: Stream) -> Taken:
         """Return the workspaces of a call on a stream."""
         number = stream.ptr
         is_apart = number == _PER_THREAD or bool(stream.is_capturing())
@@ -146,7 +157,7 @@ class Workspaces:
         array = self._make()
         return Piece(self._nbytes, array, self._address(array))
 
-    def give_back(self, stream: Any, taken: Taken) -> None:
+    def give_back(self, stream: Stream, taken: Taken) -> None:
         """Make the memory of a call that has launched its kernels available to later calls on the stream."""
         if taken.piece is not None:
             self._pieces.setdefault(stream.ptr, []).append(taken.piece)

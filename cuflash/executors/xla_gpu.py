@@ -16,9 +16,11 @@ from ..layouts import dense_strides
 from ..planning.launches import Workspace
 from ..planning.list_kernels import AT_CALL
 from ..planning.plan import KernelPlan
+from ..planning.spec import KernelSpec
 from . import gpu
 from ._records import View
-from .launch import BoundPass
+from .arguments import Words
+from .launch import BoundPass, PassLayout
 from .list_maker import ListMaker
 from .workspaces import Taken
 
@@ -157,7 +159,7 @@ class Flat(NamedTuple):
         What the launches are in any process.
     """
 
-    words: Any
+    words: Words
     places: list[tuple[int, int, int]]
     kernels: list[tuple[int, int, int, int, list[int]]]
     zeros: list[tuple[int, int, int]]
@@ -204,7 +206,7 @@ class XlaPass:
             return self._on_devices[number]
 
     def _bound(self) -> _OnDevice:
-        inputs: dict[str, Any] = {view.name: view for view in self._inputs}
+        inputs: dict[str, View] = {view.name: view for view in self._inputs}
         maker = None
         if self._has_lists:
             source = self._source
@@ -212,8 +214,8 @@ class XlaPass:
             if self._plan.work.carried is not source:  # type: ignore[union-attr]
                 gpu.compile_kernels(source.kernels.specs.values(), MACHINE)
                 maker = ListMaker(source, MACHINE)
-        results = self._plan.kernel_results(self._name)
-        return _OnDevice(gpu.bound_pass(self._plan, self._name, inputs, results, machine=MACHINE), maker)
+        layout = PassLayout(self._name, inputs, self._plan.kernel_results(self._name))
+        return _OnDevice(gpu.bound_pass(self._plan, layout, MACHINE), maker)
 
     @property
     def has_own_lists(self) -> bool:
@@ -249,7 +251,7 @@ class XlaPass:
         # Results that are set to zero come after the arrays and the lists, which the record counts, too.
         before, first = len(arrays) + len(lists) - num_arguments, 0
         zeros += ((place - before, 0, nbytes) for place, nbytes in bound.launches.record.zeroed)
-        every, texts = list[Any](), list[object]()
+        every, texts = list[Words](), list[tuple[KernelSpec, int, int, list[int]]]()
         for (each, start), sources in zip(bound.parts, values):
             record, words = each.record, each.record.words.copy()
             sources = [*sources, *(Source(scratch, start + more) for more in _workspaces(each).starts)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
@@ -82,6 +82,14 @@ class CallCache:
                 self._queue = [(each.last_use, key) for key, each in self._calls.items()]
                 heapify(self._queue)
         del left
+
+    def get_or_make(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the object that runs the call of a key; if the key is not cached, create and cache the object."""
+        call = self.get(key)
+        if call is None:
+            call = make()
+            self.put(key, call)
+        return call
 
     def _least_recently_used(self) -> Hashable:
         """Remove the least recently used call from the queue and return its key; requeue calls that were used since."""

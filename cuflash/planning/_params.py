@@ -7,53 +7,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from .launches import BATCH_AXES, MATRICES, TENSOR_MAP_PARAM, leaves
+from .launches import BATCH, MATRICES, POINTER, TENSOR_MAP_PARAM, leaves, structure
 from .options import DOT
 from .scales import SCALE_ARRAYS
 
 UNLIMITED = 1 << 40  # exceeds every sequence length, but sums with it do not overflow
-_POINTER = np.uint64
-SHAPE = np.dtype(
-    [
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv")),
-        *(
-            (name, np.int32)
-            for name in ("head_dim", "value_dim", "heads_per_l2_group", "kv_heads_per_l2_group", "num_splits")
-        ),
-        *((name, np.int32) for name in ("num_fused_dq_heads", "last_tile_lead", "first_tile_lag")),
-        ("softmax_scale", np.float64),
-    ],
-    align=True,
+SHAPE = structure(
+    (BATCH, "batch"),
+    (np.int32, "first_batch", "num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim"),
+    (np.int32, "heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"),
+    (np.int32, "num_fused_dq_heads", "last_tile_lead", "first_tile_lag"),
+    (np.float64, "softmax_scale"),
 )
 LISTS = (
     "row_pointers", "kv_blocks", "q_blocks", "kinds", "tiles", "bits", "column_pointers", "column_entries",
     "column_steps", "row_order", "column_order",
 )  # fmt: skip
-WORK = np.dtype(
-    [
-        ("lower", np.int64),
-        ("upper", np.int64),
-        ("lo", _POINTER),
-        ("hi", _POINTER),
-        ("interval_batch_stride", np.int64),
-        ("interval_head_stride", np.int64),
-        *((name, _POINTER) for name in LISTS),
-        *((name, np.int32) for name in ("list_batch_stride", "list_head_stride")),
-        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
-    ],
-    align=True,
+WORK = structure(
+    (np.int64, "lower", "upper"),
+    (POINTER, "lo", "hi"),
+    (np.int64, "interval_batch_stride", "interval_head_stride"),
+    (POINTER, *LISTS),
+    (np.int32, "list_batch_stride", "list_head_stride", "block_q", "block_kv", "num_q_blocks", "num_kv_blocks"),
 )
 ARRAYS = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "dq_sum")
-PARAMS = np.dtype(
-    [
-        *((name, MATRICES) for name in ARRAYS),
-        ("tile_counter", _POINTER),
-        ("shape", SHAPE),
-        ("work", WORK),
-    ],
-    align=True,
-)
+PARAMS = structure((MATRICES, *ARRAYS), (POINTER, "tile_counter"), (SHAPE, "shape"), (WORK, "work"))
 TABLES = ("tile_counter", "lo", "hi", *LISTS)  # arrays of PARAMS that kernels receive without strides
 OF_RECORDS_WITHIN = {path: path.rpartition(".")[2] for path in leaves(PARAMS) if "." in path}  # array names
 TENSOR_MAP_ARRAYS = ("q", "k", "v", "do", "o")

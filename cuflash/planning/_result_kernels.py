@@ -5,44 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from .launches import Pass, Workspace
-from .spec import SIMT, Entry, KernelSpec
+from .launches import POINTER, Pass, Value, Workspace, structure
+from .spec import SIMT, Entry, KernelSpec, untiled
 
 MOST_PARTS = 128  # maximum number of parts that one launch merges
 # These records mirror `kernels_cu/results/params.cuh`.
-MERGE = np.dtype(
-    [
-        *((name, [(str(part), np.uint64) for part in range(MOST_PARTS)]) for name in ("outs", "lses")),
-        *((name, np.uint64) for name in ("o", "lse")),
-        ("num_rows", np.int64),
-        *((name, np.int32) for name in ("num_parts", "num_columns", "threads_per_row", "padding")),
-    ],
-    align=True,
+MERGE = structure(
+    (structure((POINTER, *map(str, range(MOST_PARTS)))), "outs", "lses"),
+    (POINTER, "o", "lse"),
+    (np.int64, "num_rows"),
+    (np.int32, "num_parts", "num_columns", "threads_per_row", "padding"),
 )
-COMPARISON = np.dtype(
-    [
-        *((name, np.uint64) for name in ("o", "lse", "kept_o", "kept_lse", "sums", "num_arrived", "mass", "error")),
-        *((name, np.int64) for name in ("num_rows", "num_elements")),
-    ],
-    align=True,
+ROWS = structure(
+    (POINTER, "own", "received", "to"),
+    (np.dtype((np.int64, 2)), "own_strides", "received_strides", "to_strides"),
+    (np.int32, "num_columns", "padding"),
 )
-ROWS = np.dtype(
-    [
-        *((name, np.uint64) for name in ("own", "received", "to")),
-        *((f"{name}_strides", np.int64, (2,)) for name in ("own", "received", "to")),
-        *((name, np.int32) for name in ("num_columns", "padding")),
-    ],
-    align=True,
-)
-_OF_SUMS = "num_rows", "num_terms", "num_own_rows", "num_heads", "num_matrices", "rows_per_block", "is_wide", "padding"
-ROW_SUMS = np.dtype(
-    [("arrays", [("0", ROWS), ("1", ROWS)]), ("table", np.uint64), *((name, np.int32) for name in _OF_SUMS)], align=True
+ROW_SUMS = structure(
+    (structure((ROWS, "0", "1")), "arrays"),
+    (POINTER, "table"),
+    (np.int32, "num_rows", "num_terms", "num_own_rows", "num_heads", "num_matrices", "rows_per_block", "is_wide"),
+    (np.int32, "padding"),
 )
 COMPARED = ("o", "lse", "kept_o", "kept_lse")  # inputs of the kernel "compare"
+COMPARISON = structure(
+    (POINTER, *COMPARED, "sums", "num_arrived", "mass", "error"), (np.int64, "num_rows", "num_elements")
+)
 _COLUMNS = 4  # columns per thread of the kernel "merge"
 _ELEMENTS, _MOST_BLOCKS = 16, 1024  # elements per thread, and maximum number of thread blocks, of the kernel "compare"
 _ROWS_PER_BLOCK = 64  # of the kernel "add_rows"
@@ -65,9 +56,7 @@ _KERNELS = {
 def result_spec(name: str, dtype: np.dtype[np.generic]) -> KernelSpec:
     """Return the specification of a kernel that reads results of a dtype."""
     entry, num_warps = _KERNELS[name]
-    return KernelSpec(
-        entry=entry, dtype=dtype, head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=num_warps, min_blocks=1
-    )
+    return untiled(entry, dtype, num_warps)
 
 
 def every_result_spec(dtypes: tuple[np.dtype[np.generic], ...]) -> set[KernelSpec]:
@@ -119,7 +108,7 @@ def comparing(o_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Pass:
 
 
 def adding_rows(
-    layouts: Sequence[Mapping[str, Any]], dtype: np.dtype[np.generic], matrices: tuple[int, int],
+    layouts: Sequence[Mapping[str, Value]], dtype: np.dtype[np.generic], matrices: tuple[int, int],
     table_shape: tuple[int, ...], num_own_rows: int, is_wide: bool,
 ) -> Pass:  # fmt: skip
     """Return the kernel that writes rows of two arrays as sums of rows, from a table of their places.
@@ -143,7 +132,7 @@ def adding_rows(
         Terms are accumulators; otherwise, they have `dtype`.
     """
     num_rows, num_terms, num_matrices = table_shape[0], table_shape[1] - 1, prod(matrices)
-    numbers = {
+    numbers: dict[str, Value] = {
         "arrays": dict(zip("01", layouts)), "num_rows": num_rows, "num_terms": num_terms, "num_own_rows": num_own_rows,
         "num_heads": matrices[1], "num_matrices": num_matrices, "rows_per_block": _ROWS_PER_BLOCK, "is_wide": is_wide,
     }  # fmt: skip

@@ -7,22 +7,16 @@ from dataclasses import replace
 import numpy as np
 
 from .decoding import CACHE_PAGES, OF_CACHE, SCALE_NAMES, TABLES, CacheLayout, scale_features
-from .launches import MATRICES, Feature, Launch, Pass, Workspace
-from .spec import SIMT, Entry, KernelSpec
+from .launches import MATRICES, POINTER, Feature, Launch, Pass, Workspace, structure
+from .spec import SIMT, Entry, KernelSpec, smallest
 
-APPEND = np.dtype(
-    [
-        ("k", MATRICES),
-        ("v", MATRICES),
-        ("cache", CACHE_PAGES),
-        ("arrivals", np.uint64),
-        *((name, np.int32) for name in ("num_rows", "blocks_per_sequence")),
-    ],
-    align=True,
+APPEND = structure(
+    (MATRICES, "k", "v"),
+    (CACHE_PAGES, "cache"),
+    (POINTER, "arrivals"),
+    (np.int32, "num_rows", "blocks_per_sequence"),
 )
-KEY_BOUNDS = np.dtype(
-    [("key_bounds", np.uint64), *((name, np.int32) for name in ("pages_per_sequence", "padding"))], align=True
-)
+KEY_BOUNDS = structure((POINTER, "key_bounds"), (np.int32, "pages_per_sequence", "padding"))
 _KEY_BOUNDS = Entry(family="cache", name="key_bounds", runs_as=SIMT)
 _APPEND = Entry(family="cache", name="append", runs_as=SIMT)
 _APPEND_E4M3 = Entry(family="cache", name="append_e4m3", runs_as=SIMT)
@@ -95,7 +89,5 @@ def bounds_spec(dtype: np.dtype[np.generic]) -> KernelSpec:
 
 def append_spec(dtype: np.dtype[np.generic], *, is_quantized: bool = False) -> KernelSpec:
     """Return the kernel that appends rows of a dtype to a cache of this dtype or, if `is_quantized`, of FP8."""
-    return KernelSpec(
-        entry=_APPEND_E4M3 if is_quantized else _APPEND, dtype=dtype, head_dim=32, value_dim=32,
-        block_q=16, block_kv=16, num_warps=_WARPS_OF_ROWS if is_quantized else _WARPS, min_blocks=1,
-    )  # fmt: skip
+    entry, num_warps = (_APPEND_E4M3, _WARPS_OF_ROWS) if is_quantized else (_APPEND, _WARPS)
+    return smallest(entry, dtype, num_warps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -11,18 +10,14 @@ from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
 from .families.family import launch_of
 from .families.sm80 import MASS_CHUNK
-from .launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
+from .launches import MATRICES, POINTER, Feature, Kernels, Pass, TileOrder, Value, Workspace, structure
 from .problem import Problem
 from .routing import mass_kernel
 from .score_launches import with_score
 
-MASS_GRID = np.dtype(
-    [
-        ("mass", MATRICES), ("block_q", np.int64), ("block_kv", np.int64), ("has_lse", np.int64),
-        ("turned_columns", np.int64), ("row_masses", np.uint64),
-    ],
-    align=True,
-)  # fmt: skip
+MASS_GRID = structure(
+    (MATRICES, "mass"), (np.int64, "block_q", "block_kv", "has_lse", "turned_columns"), (POINTER, "row_masses")
+)
 
 
 def mass_shape(problem: Problem, block: tuple[int, int]) -> tuple[int, ...]:
@@ -49,8 +44,8 @@ def mass_kernels(
     tiles = problem.num_heads * -(-problem.seqlen_q // _queries_of_thread_block(block[0], spec.block_q))
     reads, writes = (("q", "k", "lse"), ("mass",)) if has_lse else (("q", "k"), ("mass", "lse"))
     launch = launch_of(spec, device, tiles, reads, writes, ("mass",))
-    numbers: dict[str, Any] = {"block_q": block[0], "block_kv": block[1], "has_lse": has_lse,
-                               "turned_columns": turned_columns}  # fmt: skip
+    numbers: dict[str, Value] = {"block_q": block[0], "block_kv": block[1], "has_lse": has_lse,
+                                 "turned_columns": turned_columns}  # fmt: skip
     workspaces: dict[str, Workspace] = {}
     tables: tuple[str, ...] = ()
     if launch.max_blocks is not None:

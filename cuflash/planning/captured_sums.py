@@ -18,22 +18,13 @@ from math import prod
 
 import numpy as np
 
-from .launches import Feature, Launch, Pass, Workspace
+from .launches import POINTER, Feature, Launch, Pass, Workspace, structure
 from .problem import Problem
-from .spec import SIMT, Entry, KernelSpec
+from .spec import SIMT, Entry, KernelSpec, smallest
 
 # 64-bit words of an exact sum, by the dtype of its terms; must equal those of `ExactSum` in tile/exact_sum.cuh.
 EXACT_WORDS = {np.dtype(np.float32): 15, np.dtype(np.float64): 91}
-CAPTURED_SUMS = np.dtype(
-    [
-        ("gradient", np.uint64),
-        ("sums", np.uint64),
-        ("num_elements", np.int64),
-        ("num_parts", np.int64),
-        ("operation", np.int64),
-    ],
-    align=True,
-)
+CAPTURED_SUMS = structure((POINTER, "gradient", "sums"), (np.int64, "num_elements", "num_parts", "operation"))
 OWN, EXACT, PARTS = "own", "exact", "parts"  # "parts" is followed by axes: "parts b", "parts h" or "parts bh"
 _SET_ZERO, _ROUND, _ADD_PARTS = range(3)  # operations of the kernel "captured_sums"
 _WARPS, _ELEMENTS_OF_THREAD, _MAX_BLOCKS = 4, 8, 1 << 12
@@ -104,21 +95,19 @@ def with_captured_sums(
         dtype = problem.dtype if gradient == stored else problem.accumulator
         workspace = workspaces[sums] = _workspace(problem, operand.shape, kind, dtype)
         if needs_zeros:
-            set_zero = _feature(f"zero.{sums}", ("", sums), workspace.nbytes // _WORD, 1, _SET_ZERO)
-            features.append(set_zero)
-            before[set_zero.name] = _launch(dtype, set_zero, reads=(), writes=(sums,))
+            role, num_words = f"zero.{sums}", workspace.nbytes // _WORD
+            features.append(_feature(role, ("", sums), num_words, 1, _SET_ZERO))
+            before[role] = _launch(dtype, role, num_words, (), (sums,))
         num_parts = prod(_extents_of_parts(problem, kind))
-        finish = _feature(sums, (gradient, sums), num_elements, num_parts, _ROUND if kind == EXACT else _ADD_PARTS)
-        features.append(finish)
-        after[sums] = _launch(dtype, finish, reads=(sums,), writes=(gradient,))
+        operation = _ROUND if kind == EXACT else _ADD_PARTS
+        features.append(_feature(sums, (gradient, sums), num_elements, num_parts, operation))
+        after[sums] = _launch(dtype, sums, num_elements, (sums,), (gradient,))
     return Pass({**before, **backward.launches, **after}, workspaces, tuple(features), tuple(zeroed))
 
 
 def sums_spec(dtype: np.dtype[np.generic]) -> KernelSpec:
     """Return the kernel that computes a gradient from its sums; `dtype` is that of parts. The kernel has no tiles."""
-    return KernelSpec(
-        entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16, num_warps=_WARPS, min_blocks=1,
-    )  # fmt: skip
+    return smallest(_ENTRY, dtype, _WARPS)
 
 
 def address_rank(rank: int, kind: str) -> int:
@@ -144,9 +133,8 @@ def _feature(name: str, arrays: tuple[str, str], num_elements: int, num_parts: i
     return Feature(name, CAPTURED_SUMS, numbers, tuple(filter(None, arrays)), names=names)
 
 
-def _launch(dtype: np.dtype[np.generic], feature: Feature, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
-    blocks = -(-feature.values["num_elements"] // (32 * _WARPS * _ELEMENTS_OF_THREAD))
-    return Launch(
-        spec=sums_spec(dtype), tiles=max(1, min(blocks, _MAX_BLOCKS)), reads=reads, writes=writes,
-        features=(feature.name,),
-    )  # fmt: skip
+def _launch(
+    dtype: np.dtype[np.generic], feature: str, num_elements: int, reads: tuple[str, ...], writes: tuple[str, ...]
+) -> Launch:
+    blocks = max(1, min(-(-num_elements // (32 * _WARPS * _ELEMENTS_OF_THREAD)), _MAX_BLOCKS))
+    return Launch(spec=sums_spec(dtype), tiles=blocks, reads=reads, writes=writes, features=(feature,))

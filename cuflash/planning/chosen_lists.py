@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import Array, namespace, to_host
 from ..blocks._chosen_work import Unions, chosen_work
-from ..blocks.classify import BlockKind, extents, row_intervals
+from ..blocks.classify import BlockKind, extents
 from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, Segment
 from ..masks._chosen import ResolvedChosen
@@ -26,19 +26,20 @@ from ..masks.one_array import without_at_each_call
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
 from .interval_kernels import (
-    AT_CALL, IntervalsAtCall, IntervalSource, SourceOfResults, are_served, leading_strides, list_launch,
+    AT_CALL, IntervalsAtCall, IntervalSource, SourceOfResults, are_served, leading_strides, list_launch, rows_of,
 )  # fmt: skip
-from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
+from .launches import (
+    BATCH, BATCH_STRIDES, POINTER, Feature, Launch, Pass, Value, Workspace, over_batch, structure,
+)  # fmt: skip
 from .problem import Problem
 from .query_lists import QueryLists
-from .spec import SIMT, Entry, KernelSpec
+from .spec import SIMT, Entry, KernelSpec, untiled
 
 ROWS = 64  # rows of a tile: neighboring queries, each with all heads that share its list and its keys
 _TILES_OF_CHUNK = 64  # must equal kTilesOfChunk in kernels_cu/attention/chosen_lists.cuh
 _COLUMN_WARPS = 8  # warps that share the tiles of a chunk; each has its own counts
 _NARROW_BLOCKS, _STEP = (16, 32), 64  # supported keys per block: these, and multiples of 64
 _SHARED_BYTES = 32 << 10  # bytes of shared memory for the words or counts that a thread block processes at a time
-_POINTER = np.uint64
 _RESULTS, _INTERVALS = ("ranges", "kv_blocks", "words"), ("lo", "hi")
 _COLUMNS = ("chunk_counts", "column_pointers", "queries")
 _PARTS = ("part_pointers", "column_parts", "part_arrivals")
@@ -51,35 +52,25 @@ NOT_JOINED = (
     "gradients of a score function's arrays, and of an index on a device only if it has no partial blocks"
 )
 # This record mirrors `kernels_cu/attention/chosen_lists.cuh`.
-CHOSEN_LISTS = np.dtype(
-    [
-        *((name, _POINTER) for name in ("ranges", "words", *_COLUMNS, *_PARTS)),
-        *((name, np.int32) for name in ("batch_stride", "head_stride", "num_list_heads", "heads_per_list")),
-        *((name, np.int32) for name in ("heads_per_tile", "queries_per_tile", "num_tiles")),
-        *((name, np.int32) for name in ("num_blocks", "words_per_entry", "max_members")),
-        *((name, np.int32) for name in ("num_chunks", "blocks_at_once")),
-        *((name, np.int32) for name in ("queries_per_part", "num_parts", "max_parts", "padding")),
-    ],
-    align=True,
+CHOSEN_LISTS = structure(
+    (POINTER, "ranges", "words", *_COLUMNS, *_PARTS),
+    (np.int32, "batch_stride", "head_stride", "num_list_heads", "heads_per_list"),
+    (np.int32, "heads_per_tile", "queries_per_tile", "num_tiles", "num_blocks", "words_per_entry", "max_members"),
+    (np.int32, "num_chunks", "blocks_at_once", "queries_per_part", "num_parts", "max_parts", "padding"),
 )
 # This record mirrors `kernels_cu/lists/chosen.cuh`.
-CHOSEN_PARAMS = np.dtype(
-    [
-        *((name, _POINTER) for name in ("blocks", "counts")),
-        *((f"{name}_batch_strides", np.int64, (BATCH_AXES,)) for name in ("blocks", "counts")),
-        *((f"blocks_{axis}stride", np.int64) for axis in ("head_", "row_", "")),
-        *((f"counts_{axis}stride", np.int64) for axis in ("head_", "row_")),
-        *((name, np.int64) for name in ("lower", "upper")),
-        *((name, _POINTER) for name in _INTERVALS),
-        ("rows_batch_stride", np.int64),
-        *((name, _POINTER) for name in _RESULTS),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks")),
-        *((name, np.int32) for name in ("blocks_itemsize", "counts_itemsize", "is_counts_signed")),
-        *((name, np.int32) for name in ("queries_per_tile", "num_tiles", "words_per_entry", "max_entries")),
-        *((name, np.int32) for name in ("blocks_at_once", "has_starts")),
-    ],
-    align=True,
+CHOSEN_PARAMS = structure(
+    (POINTER, "blocks", "counts"),
+    (BATCH_STRIDES, "blocks_batch_strides", "counts_batch_strides"),
+    (np.int64, "blocks_head_stride", "blocks_row_stride", "blocks_stride", "counts_head_stride", "counts_row_stride"),
+    (np.int64, "lower", "upper"),
+    (POINTER, *_INTERVALS),
+    (np.int64, "rows_batch_stride"),
+    (POINTER, *_RESULTS),
+    (BATCH, "batch"),
+    (np.int32, "num_heads", "seqlen_q", "seqlen_kv", "num_chosen", "block", "num_blocks"),
+    (np.int32, "blocks_itemsize", "counts_itemsize", "is_counts_signed", "queries_per_tile", "num_tiles"),
+    (np.int32, "words_per_entry", "max_entries", "blocks_at_once", "has_starts"),
 )
 
 
@@ -88,22 +79,15 @@ def _sum_bytes(spec: KernelSpec) -> int:
     return 4 * spec.num_threads
 
 
-def _spec(entry: Entry, num_warps: int, *, packs_queries: bool) -> KernelSpec:
-    return KernelSpec(
-        entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0, num_warps=num_warps,
-        min_blocks=1, packs_queries=packs_queries,
-    )  # fmt: skip
-
-
-UNIONS = _spec(Entry(family="lists", name="unions", runs_as=SIMT), 1, packs_queries=False)
+UNIONS = untiled(Entry(family="lists", name="unions", runs_as=SIMT), num_warps=1)
 COLUMN_SPECS = {
-    entry.name: _spec(entry, num_warps, packs_queries=True)
+    entry.name: replace(untiled(entry, num_warps=num_warps), packs_queries=True)
     for entry, num_warps in {
         Entry(family="lists", name="columns_count", runs_as=SIMT): _COLUMN_WARPS,
         Entry(family="lists", name="columns_scan", runs_as=SIMT, shared_bytes=_sum_bytes): 8,
         Entry(family="lists", name="columns_fill", runs_as=SIMT): _COLUMN_WARPS,
     }.items()
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,11 +291,11 @@ class UnionWork(IntervalWork):
         return [Segment(n * tiling.block, end, BlockKind.INTERVAL) for n, end in zip(numbers.tolist(), ends)]
 
 
-def _rows(tiling: UnionTiling, rows: IntervalWork) -> dict[str, Any]:
-    """Return the fields of an `IntervalWork` with the row intervals of `rows` and the tiles of `tiling`."""
+def _rows(tiling: UnionTiling, band: Band | None, lo: Array | None, hi: Array | None) -> dict[str, Any]:
+    """Return the fields of an `IntervalWork` with these row intervals and the tiles of `tiling`."""
     return {
         "seqlen_q": tiling.shape.seqlen_q, "seqlen_kv": tiling.shape.seqlen_kv, "block_q": tiling.queries_per_tile,
-        "block_kv": tiling.block, "band": rows.band, "lo": rows.lo, "hi": rows.hi,
+        "block_kv": tiling.block, "band": band, "lo": lo, "hi": hi,
     }  # fmt: skip
 
 
@@ -378,14 +362,14 @@ class UnionSource(SourceOfResults):
         renamed = {name: replace(each, features=("intervals",)) for name, each in first.launches.items()}
         return Pass(renamed | launches, features=(replace(first.features[0], name="intervals"), feature))
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Value]:
         """Return the numbers of the kernel's record."""
         tiling, shape = self.tiling, self.tiling.shape
         band = None if self.rows is None else self.rows.band
         lower, upper = (None, None) if band is None else (band.lower, band.upper)
-        batch = [1] * (BATCH_AXES - len(shape.batch)) + list(shape.batch) if tiling.batch > 1 else [1] * BATCH_AXES
         return self.lists.numbers | {
-            "batch": batch, "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv,
+            "batch": over_batch(shape.batch if tiling.batch > 1 else (), 1),
+            "seqlen_q": shape.seqlen_q, "seqlen_kv": shape.seqlen_kv,
             "lower": -UNLIMITED if lower is None else lower, "upper": UNLIMITED if upper is None else upper,
             "rows_batch_stride": 0 if self.intervals is None else leading_strides(self.attended.lo)[0],
             "num_blocks": tiling.num_blocks, "queries_per_tile": tiling.queries_per_tile,
@@ -403,7 +387,8 @@ class UnionsAtCall(UnionWork):
 
     @classmethod
     def of(cls, source: UnionSource) -> UnionsAtCall:
-        return cls(**_rows(source.tiling, source.attended), tiling=source.tiling, source=source)
+        rows = source.attended
+        return cls(**_rows(source.tiling, rows.band, rows.lo, rows.hi), tiling=source.tiling, source=source)
 
     @property
     def carried(self) -> Any:
@@ -444,7 +429,7 @@ class UnionsAtCall(UnionWork):
         words = np.zeros((len(entries), 2), "<u4")
         words[:, : tiling.words_per_entry] = views["words"][entries]
         unions = Unions(pointers, views["kv_blocks"][entries].astype(np.int64), words.view("<u8")[:, 0])
-        rows = _rows(tiling, self) | {name: views[name] for name in _INTERVALS if name in views}
+        rows = _rows(tiling, self.band, views.get("lo", self.lo), views.get("hi", self.hi))
         return UnionWork(**rows, tiling=tiling, unions=unions)
 
 
@@ -500,13 +485,10 @@ def _work_on_host(mask: Mask, problem: Problem) -> UnionWork | None:
     if index.lo is not None and index.lo.shape[1] > 1 and tiling.heads_per_tile > 1:
         return None
     band = Band(None, None) if index.lo is None else None
-    rows = IntervalWork(
-        seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, band=band, lo=index.lo, hi=index.hi
-    )
     members = *np.divmod(index._block_rows, index.seqlen_q), index.indices
     over = tiling.num_list_heads, shape.seqlen_q, tiling.num_blocks
     unions = Unions.of(*members, tiling.queries_per_tile, over)
-    return UnionWork(**_rows(tiling, rows), tiling=tiling, unions=unions)
+    return UnionWork(**_rows(tiling, band, index.lo, index.hi), tiling=tiling, unions=unions)
 
 
 def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape, lists: QueryLists) -> IntervalWork | None:
@@ -517,11 +499,7 @@ def _closed_rows(closed: tuple[Mask, ...], shape: MaskShape, lists: QueryLists) 
     if lists.carried is not None and lists.carried.rows is not None:
         own: IntervalWork = lists.carried.rows_within(closed)
         return own if own.lo is not None and own.lo.shape[:2] == (1, 1) else None
-    joined, over = intersection(closed), extents(And(closed), shape) if closed else (1, 1)
-    work = IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1)
+    joined = intersection(closed)
     if type(joined) is Band:
-        return replace(work, band=joined)
-    if over != (1, 1):
-        return None
-    lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
-    return replace(work, lo=lo, hi=hi)
+        return IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, band=joined)
+    return rows_of(closed, shape, (1, 1)) if extents(And(closed), shape) == (1, 1) else None

@@ -13,21 +13,17 @@ from .decoding import (
 )  # fmt: skip
 from .device import DeviceSpec
 from .families.sm80 import DECODING
-from .launches import Feature, Pass
+from .launches import POINTER, Feature, Pass, structure
 from .problem import Problem
 from .routing import FAMILIES
 
 TABLES = ("blocks", "block_counts")  # the arrays of block lists and of their lengths
-_AXES = {"blocks": 4, "block_counts": 3}
-CHOSEN_PAGES = np.dtype(
-    [
-        *((name, np.uint64) for name in TABLES),
-        *((f"{name}_strides", np.int64, (_AXES[name],)) for name in TABLES),
-        *((name, np.int32) for name in ("num_rows", "num_list_heads", "heads_per_list")),
-        *((name, np.int32) for name in ("block", "num_blocks", "num_entries")),
-        *((name, np.int32) for name in ("blocks_itemsize", "counts_itemsize", "is_counts_signed", "padding")),
-    ],
-    align=True,
+CHOSEN_PAGES = structure(
+    (POINTER, *TABLES),
+    (np.dtype((np.int64, (4,))), "blocks_strides"),
+    (np.dtype((np.int64, (3,))), "block_counts_strides"),
+    (np.int32, "num_rows", "num_list_heads", "heads_per_list", "block", "num_blocks", "num_entries"),
+    (np.int32, "blocks_itemsize", "counts_itemsize", "is_counts_signed", "padding"),
 )
 BLOCK_STEP = 16  # the keys per block must be a multiple of this number, so that the keys of a warp are in one block
 _MOST_ROWS = 64  # maximum rows of a tile, which are the query heads that share a list

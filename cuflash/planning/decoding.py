@@ -13,37 +13,28 @@ from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS
 from .families.sm80 import DECODING, DECODING_E4M3
 from .families.sm80_storage import MOST_PARTS
-from .launches import MATRICES, Feature, Launch, Pass, Workspace
+from .launches import MATRICES, POINTER, Feature, Launch, Pass, Value, Workspace, structure
 from .problem import Problem
 from .routing import FAMILIES
 from .score_launches import with_score_argument
 from .sinks import sink_forward
 from .spec import KernelSpec
 
-_POINTER = np.uint64
 TABLES = ("table", "lengths", "counts", "num_faults")  # arrays of a cache in addition to its pages
-CACHE_PAGES = np.dtype(
-    [
-        ("k", MATRICES),
-        ("v", MATRICES),
-        *((name, _POINTER) for name in TABLES),
-        *((name, np.int32) for name in ("batch", "num_pages", "max_pages", "page_size")),
-        *((name, np.int32) for name in ("capacity", "num_kv_heads", "head_dim", "value_dim")),
-    ],
-    align=True,
+CACHE_PAGES = structure(
+    (MATRICES, "k", "v"),
+    (POINTER, *TABLES),
+    (np.int32, "batch", "num_pages", "max_pages", "page_size", "capacity", "num_kv_heads", "head_dim", "value_dim"),
 )
 OF_CACHE = {f"cache.{name}": name for name in ("k", "v", *TABLES)}  # names of a nested CACHE_PAGES
 SCALE_NAMES = ("k_scale", "v_scale")
-CACHE_SCALES = np.dtype([(name, MATRICES) for name in SCALE_NAMES], align=True)  # scales of FP8 pages
-DECODE = np.dtype(
-    [
-        *((name, MATRICES) for name in ("q", "o", "lse")),
-        ("cache", CACHE_PAGES),
-        *((name, _POINTER) for name in ("o_parts", "stats_parts", "arrivals")),
-        *((name, np.int32) for name in ("group_size", "num_queries", "max_parts", "left", "right")),
-        ("softmax_scale", np.float64),
-    ],
-    align=True,
+CACHE_SCALES = structure((MATRICES, *SCALE_NAMES))  # scales of FP8 pages
+DECODE = structure(
+    (MATRICES, "q", "o", "lse"),
+    (CACHE_PAGES, "cache"),
+    (POINTER, "o_parts", "stats_parts", "arrivals"),
+    (np.int32, "group_size", "num_queries", "max_parts", "left", "right"),
+    (np.float64, "softmax_scale"),
 )
 MOST_ROWS = 64  # maximum rows of a tile: query heads per key/value head times new tokens
 PART_STEP = 64  # parts of fixed size start at multiples of this number of keys, a multiple of every tile's block_kv
@@ -196,13 +187,13 @@ def pass_of_parts(
     cache = layout.numbers(
         problem.mask_shape.num_batch, problem.num_kv_heads, (problem.head_dim, problem.value_dim)
     )  # fmt: skip
-    numbers = {
+    numbers: dict[str, Value] = {
         "cache": cache, "group_size": problem.group_size, "num_queries": problem.seqlen_q, "max_parts": max_parts,
         "softmax_scale": problem.kernel_scale, **window,
     }  # fmt: skip
     decode = Feature("decode", DECODE, numbers, (*TABLES, *workspaces), names=OF_CACHE)
     kernels = Pass({"decode": launch}, dict(workspaces), (decode, *others))
-    return with_score_argument(sink_forward(kernels, problem, "decode"), problem, "decode")
+    return with_score_argument(sink_forward(kernels, problem, "decode"), problem)
 
 
 def scale_features(is_quantized: bool) -> tuple[Feature, ...]:

@@ -13,23 +13,19 @@ from ..dropout import SEED_DTYPES, Draws, Dropout, is_key
 from ..errors import UnsupportedProblem
 from ..masks.places import Places
 from ..masks.shape import MaskShape
-from .launches import Feature, Kernels, Launch, Pass
+from .launches import Feature, Kernels, Launch, Pass, Value, structure
 from .operands import Operand
 
 NAME = "dropout"  # the feature's name
 SEED = "dropout_seed"  # the operand's name
 NUMBERS = ("seed", "offset")  # fields that each call passes, in the order of `Dropout._numbers`
-DROPOUT = np.dtype(
-    [
-        ("seed", np.uint64),
-        (SEED, np.uint64),
-        ("offset", np.uint32),
-        ("either", np.uint32, (8,)),
-        ("factor", np.float64),
-        ("single_factor", np.float32),
-        *((name, np.uint32) for name in ("first_row", "first_column", "first_head", "num_heads", "num_heads_of_all")),
-    ],
-    align=True,
+DROPOUT = structure(
+    (np.uint64, "seed", SEED),
+    (np.uint32, "offset"),
+    (np.dtype((np.uint32, (8,))), "either"),
+    (np.float64, "factor"),
+    (np.float32, "single_factor"),
+    (np.uint32, "first_row", "first_column", "first_head", "num_heads", "num_heads_of_all"),
 )
 
 
@@ -112,26 +108,20 @@ def with_dropout(kernels: Kernels, draws: Draws, places: Mapping[str, int]) -> K
 
 def pass_with_dropout(kernels: Pass, draws: Draws, places: Mapping[str, int]) -> Pass:
     """Return a pass with dropout in each kernel that computes weights or gradients of scores."""
-    launches: Mapping[str, Launch] = {
-        role: _drawing(launch, draws, bool(places)) if launch.spec.entry.draws_dropout else launch
-        for role, launch in kernels.launches.items()
-    }
-    values = {
+    tables = (SEED,) if draws.reads_seed else ()
+
+    def change(_: str, launch: Launch) -> Launch:
+        if not launch.spec.entry.draws_dropout:
+            return launch
+        return launch.taking(
+            NAME, reads=tables, has_dropout=True, reads_dropout_seed=draws.reads_seed, dropout_is_placed=bool(places)
+        )
+
+    values: dict[str, Value] = {
         "either": [0 if draws.threshold >> bit & 1 else (1 << 32) - 1 for bit in range(8)],
         "factor": draws.factor, "single_factor": draws.factor, **places,
     }  # fmt: skip
-    feature = Feature(NAME, DROPOUT, values, _tables(draws), numbers=NUMBERS)
-    return replace(kernels, launches=launches, features=(*kernels.features, feature))
-
-
-def _drawing(launch: Launch, draws: Draws, is_placed: bool) -> Launch:
-    spec = replace(
-        launch.spec, has_dropout=True, reads_dropout_seed=draws.reads_seed, dropout_is_placed=is_placed
-    )  # fmt: skip
-    return replace(
-        launch, spec=spec,
-        reads=(*launch.reads, *_tables(draws)), features=(*launch.features, NAME),
-    )  # fmt: skip
+    return kernels.changed(change, Feature(NAME, DROPOUT, values, tables, numbers=NUMBERS))
 
 
 def _no_dropout(value: Any) -> str:
@@ -141,7 +131,3 @@ def _no_dropout(value: Any) -> str:
     elif is_flag(value) or is_number(value) and value == 0:
         fix = "omit dropout= to drop no weights"
     return f"dropout must be a Dropout; got {describe(value)}: {fix}"
-
-
-def _tables(draws: Draws) -> tuple[str, ...]:
-    return (SEED,) if draws.reads_seed else ()

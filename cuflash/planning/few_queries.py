@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from ..blocks.work_list import IntervalWork, WorkList
 from .chosen_lists import UnionWork
 from .decoding import chunked_dim_reasons, decode_spec, part_workspaces, parts_of
 from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS, resident_blocks
 from .families.sm80 import DECODING
-from .launches import Feature, Kernels, Launch, Pass
+from .launches import POINTER, Feature, Kernels, Launch, Pass, structure
 from .problem import FP8, Problem
 from .routing import FAMILIES
 from .sinks import sink_forward
@@ -24,7 +22,7 @@ from .split_kv import max_steps
 _MOST_DECODED, _MOST_ROWS = 8, 64
 FEW_QUERIES_ENTRY = replace(DECODING, name="few_queries", has_exponentials=True, products=(1, 1))
 _TABLES = ("o_parts", "stats_parts", "arrivals")
-DECODE_PARTS = np.dtype([(name, np.uint64) for name in _TABLES], align=True)
+DECODE_PARTS = structure((POINTER, *_TABLES))
 
 
 def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, work: WorkList) -> Kernels:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any
-
 import numpy as np
 
 from ..arrays import Array, ShapeDtype, is_array
@@ -23,44 +21,35 @@ from ..masks.base import And, Mask
 from ..masks.content import held_arrays
 from ..masks.shape import MaskShape
 from ._params import UNLIMITED
-from .launches import BATCH_AXES, Feature, Launch, Pass, Workspace
-from .spec import SIMT, Entry, KernelSpec
+from .launches import (
+    BATCH, BATCH_AXES, BATCH_STRIDES, POINTER, Feature, Launch, Pass, Value, Workspace, over_batch, structure,
+)  # fmt: skip
+from .spec import SIMT, Entry, KernelSpec, untiled
 
 AT_CALL = "lists"  # the name of the array of all results that kernels compute at each call
-_POINTER = np.uint64
 _ALIGNMENT = 256  # alignment in bytes of each result in the array that holds all of them
 _SIDES = ("q", "kv")
 _KINDS = ("sequences", "lengths", "documents")  # in the order of `IntervalKind` in kernels_cu/lists/interval_params.cuh
 _MOST_THREADS = 1 << 30  # maximum number of threads, since kernels number them in int32
 _OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # results that attention kernels do not read
 # This record mirrors `kernels_cu/lists/interval_params.cuh`.
-INTERVAL_PARAMS = np.dtype(
-    [
-        *((f"{side}_integers", _POINTER) for side in _SIDES),
-        *((f"{side}_batch_strides", np.int64, (BATCH_AXES,)) for side in _SIDES),
-        *((f"{side}_stride", np.int64) for side in _SIDES),
-        *((name, _POINTER) for name in ("rows_lo", "rows_hi")),
-        *((f"rows_{axis}_stride", np.int64) for axis in ("batch", "head")),
-        *((name, _POINTER) for name in ("lo", "hi", "row_lengths", "column_lengths", "row_order", "column_order")),
-        *((name, _POINTER) for name in ("q_blocks", "kv_blocks", "tile_lengths", "column_entries")),
-        *((name, np.int64) for name in ("left", "right", "q_length", "kv_length")),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "num_offsets")),
-        *((f"{side}_itemsize", np.int32) for side in _SIDES),
-        *((f"is_{side}_signed", np.int32) for side in _SIDES),
-        ("is_bottom_right", np.int32),
-        *((name, np.int32) for name in ("block_q", "block_kv", "num_q_blocks", "num_kv_blocks")),
-        *((name, np.int32) for name in ("tile_q", "tile_kv", "num_q_tiles", "num_kv_tiles", "kind")),
-    ],
-    align=True,
+INTERVAL_PARAMS = structure(
+    (POINTER, "q_integers", "kv_integers"),
+    (BATCH_STRIDES, "q_batch_strides", "kv_batch_strides"),
+    (np.int64, "q_stride", "kv_stride"),
+    (POINTER, "rows_lo", "rows_hi"),
+    (np.int64, "rows_batch_stride", "rows_head_stride"),
+    (POINTER, "lo", "hi", "row_lengths", "column_lengths", "row_order", "column_order"),
+    (POINTER, "q_blocks", "kv_blocks", "tile_lengths", "column_entries"),
+    (np.int64, "left", "right", "q_length", "kv_length"),
+    (BATCH, "batch"),
+    (np.int32, "num_matrices", "num_heads", "seqlen_q", "seqlen_kv", "num_offsets", "q_itemsize", "kv_itemsize"),
+    (np.int32, "is_q_signed", "is_kv_signed", "is_bottom_right", "block_q", "block_kv", "num_q_blocks"),
+    (np.int32, "num_kv_blocks", "tile_q", "tile_kv", "num_q_tiles", "num_kv_tiles", "kind"),
 )
 INTERVAL_SPECS = {
-    name: KernelSpec(
-        entry=Entry(family="lists", name=name, runs_as=SIMT), dtype=np.dtype(np.float32), head_dim=0, value_dim=0,
-        block_q=0, block_kv=0, num_warps=4, min_blocks=1,
-    )
-    for name in ("intervals", "interval_orders")
-}  # fmt: skip
+    name: untiled(Entry(family="lists", name=name, runs_as=SIMT)) for name in ("intervals", "interval_orders")
+}
 
 
 class _Integers:
@@ -75,8 +64,7 @@ class _Integers:
         self.batch_strides, self.stride, self.itemsize, self.is_signed = (0,) * BATCH_AXES, 0, 8, True
         if is_array(integers):
             assert integers is not None and not isinstance(integers, int)
-            steps = [step if extent != 1 else 0 for step, extent in zip(integers.strides[:-1], integers.shape)]
-            self.shape, self.batch_strides = tuple(integers.shape), (*[0] * (BATCH_AXES - len(steps)), *steps)
+            self.shape, self.batch_strides = tuple(integers.shape), over_batch(moving_strides(integers)[:-1], 0)
             self.stride, self.itemsize = int(integers.strides[-1]), int(integers.dtype.itemsize)
             self.is_signed = integers.dtype.kind == "i"
 
@@ -166,10 +154,7 @@ class IntervalSource(SourceOfResults):
             over = shape.num_batch, 1
         if closed:
             of_closed = extents(And(closed), shape)
-            lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *of_closed)
-            rows = IntervalWork(
-                seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, lo=lo, hi=hi
-            )
+            rows = rows_of(closed, shape, of_closed)
             over = max(over[0], of_closed[0]), max(over[1], of_closed[1])
         source = cls(
             kind=form.kind, sides=sides, left=_bounded(form.left), right=_bounded(form.right),
@@ -253,10 +238,9 @@ class IntervalSource(SourceOfResults):
             features=(feature,),
         )
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Value]:
         """Return the numbers in the kernels' record."""
-        batch = self.shape.batch
-        numbers: dict[str, Any] = {}
+        numbers: dict[str, Value] = {}
         for side, integers in self.sides.items():
             numbers |= {
                 f"{side}_batch_strides": integers.batch_strides, f"{side}_stride": integers.stride,
@@ -266,7 +250,7 @@ class IntervalSource(SourceOfResults):
         of_rows = leading_strides(None if self.rows is None else self.rows.lo)
         return numbers | {
             "rows_batch_stride": of_rows[0], "rows_head_stride": of_rows[1], "left": self.left, "right": self.right,
-            "is_bottom_right": self.is_bottom_right, "batch": [1] * (BATCH_AXES - len(batch)) + list(batch),
+            "is_bottom_right": self.is_bottom_right, "batch": over_batch(self.shape.batch, 1),
             "num_matrices": self.batch * self.num_heads, "num_heads": self.num_heads,
             "seqlen_q": self.shape.seqlen_q, "seqlen_kv": self.shape.seqlen_kv, "num_offsets": self.num_offsets,
             "kind": _KINDS.index(self.kind), **_sides("block_{}", self.block or (0, 0)),
@@ -307,6 +291,17 @@ def interval_form(mask: Mask) -> IntervalForm | None:
 def are_served(shape: MaskShape) -> bool:
     """True if kernels can compute lists or intervals of a shape: it is not empty and has at most `BATCH_AXES` axes."""
     return len(shape.batch) <= BATCH_AXES and 0 not in (shape.num_batch, *shape[1:])
+
+
+def rows_of(closed: tuple[Mask, ...], shape: MaskShape, over: tuple[int, int]) -> IntervalWork:
+    """Return the intersection of the row intervals of masks, separately for `over` batch entries and heads."""
+    lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
+    return IntervalWork(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=1, block_kv=1, lo=lo, hi=hi)
+
+
+def moving_strides(array: Array) -> tuple[int, ...]:
+    """Return the strides of an array in bytes; 0 along axes of length 1."""
+    return tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape))
 
 
 def leading_strides(side: Array | None) -> tuple[int, int]:

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .spec import KernelSpec
 
 BATCH_AXES = 3  # equals kBatchAxes of the kernels; each entry along further batch axes takes its own launch
-MATRICES = np.dtype(
-    [
-        ("data", np.uint64),
-        ("batch_strides", np.int64, (BATCH_AXES,)),
-        ("head_stride", np.int64),
-        ("row_stride", np.int64),
-        ("column_stride", np.int64),
-        ("is_accumulator", np.int64),
-    ],
-    align=True,
-)  # an array in the records that kernels take by value
+POINTER = np.uint64  # the type of addresses in records
+BATCH, BATCH_STRIDES = (np.dtype((kind, (BATCH_AXES,))) for kind in (np.int32, np.int64))
+
+
+def structure(*members: tuple[DTypeLike, *tuple[str, ...]]) -> np.dtype[np.generic]:
+    """Return the layout of a structure in CUDA; each argument is a type, followed by the names of members of this type.
+
+    >>> structure((np.float64, "x"), (np.int32, "row", "column")).itemsize
+    16
+    """
+    return np.dtype([(name, np.dtype(kind)) for kind, *names in members for name in names], align=True)
+
+
+def over_batch(values: Sequence[int], fill: int) -> tuple[int, ...]:
+    """Return values of batch axes as those of `BATCH_AXES` axes; missing axes come first, with the value `fill`."""
+    return (fill,) * (BATCH_AXES - len(values)) + tuple(values)
+
+
+MATRICES = structure(
+    (POINTER, "data"), (BATCH_STRIDES, "batch_strides"),
+    (np.int64, "head_stride", "row_stride", "column_stride", "is_accumulator"),
+)  # an array in the records that kernels take by value  # fmt: skip
 
 
 TENSOR_MAP_PARAM = np.dtype(
@@ -32,7 +44,11 @@ TENSOR_MAP_PARAM = np.dtype(
 )  # a tensor map of TMA; is_valid is 0 if TMA cannot copy the array
 
 
-def record_of(dtype: np.dtype[np.generic], numbers: Mapping[str, Any]) -> Any:
+# The value of a field of a record: a number, an array of numbers, or the values of a nested record.
+Value: TypeAlias = "float | np.generic | Sequence[float] | Mapping[str, Value]"
+
+
+def record_of(dtype: np.dtype[np.generic], numbers: Mapping[str, Value]) -> Any:
     """Return a record with these numbers in its fields, and zeros in all others; a nested record takes a dict."""
     record = np.zeros((), dtype)
     assert dtype.fields is not None
@@ -113,7 +129,7 @@ class Feature:
 
     name: str
     dtype: np.dtype[np.generic]
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
     tables: tuple[str, ...] = ()
     boxes: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
@@ -167,6 +183,15 @@ class Launch:
         """Bytes of dynamic shared memory per thread block."""
         return self.spec.shared_bytes + self.row_bytes
 
+    def taking(
+        self, *features: str, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), **fields: Any
+    ) -> Launch:
+        """Return the launch with further features and arrays, and with changed fields of the specification."""
+        return replace(
+            self, spec=replace(self.spec, **fields), reads=(*self.reads, *reads), writes=(*self.writes, *writes),
+            features=(*self.features, *features),
+        )  # fmt: skip
+
     def grid(self, num_batch: int) -> int:
         """Return the number of thread blocks of a launch over `num_batch` batch entries."""
         tiles = self.tiles * num_batch
@@ -197,7 +222,7 @@ class Pass:
 
     @classmethod
     def of_kernel(
-        cls, spec: KernelSpec, grid: int, record: np.dtype[np.generic], numbers: Mapping[str, Any], *,
+        cls, spec: KernelSpec, grid: int, record: np.dtype[np.generic], numbers: Mapping[str, Value], *,
         reads: tuple[str, ...], writes: tuple[str, ...], row_bytes: int = 0,
         names: Mapping[str, str] = MappingProxyType({}), starts: Mapping[str, int] = MappingProxyType({}),
     ) -> Pass:  # fmt: skip
@@ -206,6 +231,11 @@ class Pass:
         launch = Launch(spec=spec, tiles=grid, reads=reads, writes=writes, features=(name,), row_bytes=row_bytes)
         feature = Feature(name, record, numbers, (*reads, *writes), names=names, starts=starts)
         return cls({name: launch}, features=(feature,))
+
+    def changed(self, change: Callable[[str, Launch], Launch], *features: Feature) -> Pass:
+        """Return the pass with the launches that `change` returns for each role and launch, and further features."""
+        launches = {role: change(role, launch) for role, launch in self.launches.items()}
+        return replace(self, launches=launches, features=(*self.features, *features))
 
     @property
     def specs(self) -> dict[str, KernelSpec]:

@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
-
 import numpy as np
 
 from ..arrays import Array
-from ..blocks.classify import extents, row_intervals
+from ..blocks.classify import extents
 from ..blocks.index import BlockIndex
 from ..blocks.index_mask import IndexMask
 from ..blocks.work_list import IntervalWork, ListedWork, WorkList, listed_block, work_list
@@ -28,12 +26,11 @@ from ._params import LISTS
 from .chosen_lists import UnionsAtCall
 from .interval_kernels import AT_CALL as AT_CALL
 from .interval_kernels import (
-    IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch,
+    IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch, moving_strides, rows_of,
 )  # fmt: skip
-from .launches import BATCH_AXES, Feature, Pass, Workspace
-from .spec import SIMT, Entry, KernelSpec
+from .launches import BATCH, BATCH_STRIDES, POINTER, Feature, Pass, Value, Workspace, over_batch, structure
+from .spec import SIMT, Entry, KernelSpec, untiled
 
-_POINTER = np.uint64
 _OF_LISTS_ALONE = ("grid_kinds", "ranks")  # results that attention kernels do not read
 _RESULTS = (*_OF_LISTS_ALONE, *LISTS)
 _BYTES = ("grid_kinds", "kinds", "bits")
@@ -43,19 +40,15 @@ _SIZES = (
     "divisor_q", "divisor_kv",
 )  # fmt: skip
 # This record mirrors `kernels_cu/lists/params.cuh`.
-LIST_PARAMS = np.dtype(
-    [
-        ("mask", _POINTER),
-        ("mask_batch_strides", np.int64, (BATCH_AXES,)),
-        *((f"mask_{axis}_stride", np.int64) for axis in ("head", "row", "column")),
-        ("lo", _POINTER),
-        ("hi", _POINTER),
-        *((f"interval_{axis}_stride", np.int64) for axis in ("batch", "head")),
-        *((name, _POINTER) for name in _RESULTS),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in (*_SIZES, "padding")),
-    ],
-    align=True,
+LIST_PARAMS = structure(
+    (POINTER, "mask"),
+    (BATCH_STRIDES, "mask_batch_strides"),
+    (np.int64, "mask_head_stride", "mask_row_stride", "mask_column_stride"),
+    (POINTER, "lo", "hi"),
+    (np.int64, "interval_batch_stride", "interval_head_stride"),
+    (POINTER, *_RESULTS),
+    (BATCH, "batch"),
+    (np.int32, *_SIZES, "padding"),
 )
 # The results of the kernels, by the fields of a block index that hold them.
 _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
@@ -66,19 +59,15 @@ def _count_bytes(spec: KernelSpec) -> int:
     return 4 * spec.num_threads
 
 
-_WARPS = {
-    Entry(family="lists", name="classify", runs_as=SIMT): 4,
-    Entry(family="lists", name="ranks", runs_as=SIMT): 4,
-    Entry(family="lists", name="pointers", runs_as=SIMT, shared_bytes=_count_bytes): 16,
-    Entry(family="lists", name="entries", runs_as=SIMT, shared_bytes=_count_bytes): 8,
-}
 LIST_SPECS = {
-    entry.name: KernelSpec(
-        entry=entry, dtype=np.dtype(np.float32), head_dim=0, value_dim=0, block_q=0, block_kv=0,
-        num_warps=num_warps, min_blocks=1,
-    )
-    for entry, num_warps in _WARPS.items()
-}  # fmt: skip
+    entry.name: untiled(entry, num_warps=num_warps)
+    for entry, num_warps in {
+        Entry(family="lists", name="classify", runs_as=SIMT): 4,
+        Entry(family="lists", name="ranks", runs_as=SIMT): 4,
+        Entry(family="lists", name="pointers", runs_as=SIMT, shared_bytes=_count_bytes): 16,
+        Entry(family="lists", name="entries", runs_as=SIMT, shared_bytes=_count_bytes): 8,
+    }.items()
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -129,15 +118,11 @@ class ListSource(SourceOfResults):
         if closed:
             of_closed = extents(And(closed), shape)
             over = max(over[0], of_closed[0]), max(over[1], of_closed[1])
-            lo, hi = row_intervals(And(closed), shape.seqlen_q, shape.seqlen_kv, *over)
-            rows = IntervalWork(
-                seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block_q=block[0], block_kv=block[1], lo=lo, hi=hi
-            )
+            rows = rows_of(closed, shape, over)
         is_whole = all(side % listed == 0 for side, listed in zip(element, block))
-        strides = tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape))
         source = cls(
-            strides=strides, element=element, is_whole=is_whole, rows=rows, shape=shape, block=block, batch=over[0],
-            num_heads=over[1],
+            strides=moving_strides(array), element=element, is_whole=is_whole, rows=rows, shape=shape, block=block,
+            batch=over[0], num_heads=over[1],
         )  # fmt: skip
         return (source, array) if source.can_be_numbered else None
 
@@ -163,14 +148,11 @@ class ListSource(SourceOfResults):
         """Return the intersection of this source's row intervals and those of the masks `closed`, if there are any."""
         if not closed:
             return self.rows
-        (block_q, block_kv), (_, _, seqlen_q, seqlen_kv) = self.block, self.shape
-        lo, hi = row_intervals(And(closed), seqlen_q, seqlen_kv, 1, 1)
-        if self.rows is not None:
-            assert self.rows.lo is not None and self.rows.hi is not None
-            lo, hi = np.maximum(lo, self.rows.lo), np.minimum(hi, self.rows.hi)
-        return IntervalWork(
-            seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_q=block_q, block_kv=block_kv, lo=lo, hi=hi
-        )
+        rows, own = rows_of(closed, self.shape, (1, 1)), self.rows
+        if own is None:
+            return rows
+        assert rows.lo is not None and rows.hi is not None and own.lo is not None and own.hi is not None
+        return replace(rows, lo=np.maximum(rows.lo, own.lo), hi=np.minimum(rows.hi, own.hi))
 
     @property
     def can_be_numbered(self) -> bool:
@@ -222,21 +204,20 @@ class ListSource(SourceOfResults):
         }
         return Pass(launches, features=(feature,))
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Value]:
         """Return the numbers in the kernels' record."""
-        matrices, num_rows, num_columns = self.grid
-        missing, over = (1,) * (BATCH_AXES - len(self.shape.batch)), self.given_rows
+        (matrices, num_rows, num_columns), over = self.grid, self.given_rows
         if self.rows is not None:
             assert self.rows.lo is not None
             over = self.rows.lo.shape[:2]
-        over_batch, over_heads = over or (1, 1)
+        batch, heads = over or (1, 1)
         values = (matrices, self.num_heads, *self.shape[2:], *self.block, num_rows, num_columns, *self.element)
         return {
-            "mask_batch_strides": (*(0 for _ in missing), *self.strides[:-3]),
+            "mask_batch_strides": over_batch(self.strides[:-3], 0),
             **{f"mask_{axis}_stride": step for axis, step in zip(("head", "row", "column"), self.strides[-3:])},
-            "interval_batch_stride": over_heads * self.shape.seqlen_q if over_batch > 1 else 0,
-            "interval_head_stride": self.shape.seqlen_q if over_heads > 1 else 0,
-            "batch": (*missing, *self.shape.batch), **dict(zip(_SIZES, values, strict=True)),
+            "interval_batch_stride": heads * self.shape.seqlen_q if batch > 1 else 0,
+            "interval_head_stride": self.shape.seqlen_q if heads > 1 else 0,
+            "batch": over_batch(self.shape.batch, 1), **dict(zip(_SIZES, values, strict=True)),
         }  # fmt: skip
 
     def _grids(self) -> dict[str, int]:

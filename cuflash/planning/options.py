@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import numpy as np
 
+from ..arrays import Array
 from ..blocks.index import BlockIndex
 from ..dropout import Dropout
 from ..masks.base import Mask
@@ -88,10 +89,10 @@ class Directions(NamedTuple):
     """
 
     caller: str
-    tangents: dict[str, Any]
-    cotangents: dict[str, Any] = {}
+    tangents: dict[str, Array]
+    cotangents: dict[str, Array] = {}
 
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> dict[str, Array]:
         """Return all arrays, by the names under which passes read them."""
         return self.cotangents | {f"{name}{DOT}": tangent for name, tangent in self.tangents.items()}
 

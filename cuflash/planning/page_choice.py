@@ -8,25 +8,21 @@ import numpy as np
 
 from ..arrays import Array, accumulator_dtype
 from .decoding import CacheLayout
-from .launches import Feature, Launch, Pass, Workspace
+from .launches import POINTER, Feature, Launch, Pass, Workspace, structure
 from .list_kernels import AT_CALL
 from .selection_kernels import CHOICE, STRIDED_ROWS, ChoiceRule, layout_of_rows, selection_spec
 from .spec import KernelSpec
 
 # This record mirrors `kernels_cu/lists/page_choice.cuh`.
-PAGE_CHOICE = np.dtype(
-    [
-        ("q", STRIDED_ROWS),
-        *((name, np.uint64) for name in ("key_bounds", "table", "lengths", "scores")),
-        ("choice", CHOICE),
-        ("scale", np.float64),
-        *((name, np.int32) for name in ("batch", "num_heads", "num_kv_heads", "heads_of_list", "num_queries")),
-        *((name, np.int32) for name in ("num_columns", "num_pages", "max_pages", "page_size", "capacity")),
-        *((name, np.int32) for name in ("is_bottom_right", "padding")),
-    ],
-    align=True,
-)
 _OF_CACHE = ("key_bounds", "table", "lengths")
+PAGE_CHOICE = structure(
+    (STRIDED_ROWS, "q"),
+    (POINTER, *_OF_CACHE, "scores"),
+    (CHOICE, "choice"),
+    (np.float64, "scale"),
+    (np.int32, "batch", "num_heads", "num_kv_heads", "heads_of_list", "num_queries", "num_columns"),
+    (np.int32, "num_pages", "max_pages", "page_size", "capacity", "is_bottom_right", "padding"),
+)
 _SEARCH_BYTES = 24  # bytes of a warp's numbers in the search for the last chosen page
 
 

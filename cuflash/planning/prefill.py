@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 import numpy as np
 
@@ -13,31 +12,23 @@ from ._params import OF_RECORDS_WITHIN, PARAMS, TENSOR_MAPS, UNLIMITED
 from .decoding import TABLES, CacheLayout, chunked_dim_reasons, scale_reasons, window_numbers
 from .device import DeviceSpec
 from .families.family import FORWARD_INPUTS, launch_of
-from .launches import BATCH_AXES, MATRICES, Feature, Launch, Pass, Workspace
+from .launches import MATRICES, POINTER, Feature, Launch, Pass, Value, Workspace, over_batch, structure
 from .problem import Problem
 from .routing import FAMILIES
 from .score_launches import with_score_argument
 from .sinks import sink_forward
-from .spec import SIMT, Entry, KernelSpec
+from .spec import SIMT, Entry, KernelSpec, smallest
 
 _QUERY_INTERVALS = Entry(family="cache", name="query_intervals", runs_as=SIMT)
-_POINTER = np.uint64
-PAGES = np.dtype(
-    [
-        *((name, _POINTER) for name in TABLES),
-        *((name, np.int32) for name in ("num_pages", "max_pages", "page_size", "capacity", "num_queries", "box_rows")),
-    ],
-    align=True,
+PAGES = structure(
+    (POINTER, *TABLES),
+    (np.int32, "num_pages", "max_pages", "page_size", "capacity", "num_queries", "box_rows"),
 )
-QUERY_INTERVALS = np.dtype(
-    [
-        ("o", MATRICES),
-        ("lse", MATRICES),
-        ("pages", PAGES),
-        *((name, _POINTER) for name in ("lo", "hi", "tile_counter")),
-        *((name, np.int32) for name in ("num_heads", "value_dim", "left", "right", "blocks_per_sequence", "unused")),
-    ],
-    align=True,
+QUERY_INTERVALS = structure(
+    (MATRICES, "o", "lse"),
+    (PAGES, "pages"),
+    (POINTER, "lo", "hi", "tile_counter"),
+    (np.int32, "num_heads", "value_dim", "left", "right", "blocks_per_sequence", "unused"),
 )
 # For the kernel query_intervals: warps, rows of one head per warp, and maximum number of thread blocks per sequence.
 _WARPS, _ROWS_OF_WARP, _MOST_BLOCKS = 8, 16, 64
@@ -69,10 +60,7 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
 
 def intervals_spec(dtype: np.dtype[np.generic], has_sink: bool = False) -> KernelSpec:
     """Return the kernel that computes each query's interval of keys, and writes results of rows outside sequences."""
-    return KernelSpec(
-        entry=_QUERY_INTERVALS, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16,
-        num_warps=_WARPS, min_blocks=1, has_sink=has_sink,
-    )  # fmt: skip
+    return replace(smallest(_QUERY_INTERVALS, dtype, _WARPS), has_sink=has_sink)
 
 
 def prefill_pass(
@@ -117,7 +105,7 @@ def prefill_pass(
         "num_pages": layout.num_pages, "max_pages": layout.max_pages, "page_size": layout.page_size,
         "capacity": layout.capacity, "num_queries": rows, "box_rows": box_rows,
     }  # fmt: skip
-    numbers = {
+    numbers: dict[str, Value] = {
         "pages": pages, "num_heads": problem.num_heads, "value_dim": problem.value_dim, "blocks_per_sequence": blocks,
         **window_numbers(layout, left, right),
     }  # fmt: skip
@@ -128,18 +116,15 @@ def prefill_pass(
         *[Feature("maps", TENSOR_MAPS, boxes=boxes)] * bool(boxes), Feature("pages", PAGES, pages, TABLES),
     )  # fmt: skip
     kernels = Pass({"intervals": intervals, "forward": launch}, workspaces, features)
-    kernels = with_score_argument(sink_forward(kernels, problem, "intervals", "forward"), problem, "forward")
-    forward = kernels.launches["forward"]
-    return replace(
-        kernels, launches={**kernels.launches, "forward": replace(forward, features=(*forward.features, "pages"))}
-    )
+    kernels = with_score_argument(sink_forward(kernels, problem, "intervals", "forward"), problem)
+    return kernels.changed(lambda role, launch: launch.taking("pages") if role == "forward" else launch)
 
 
-def _params(problem: Problem, spec: KernelSpec) -> dict[str, Any]:
+def _params(problem: Problem, spec: KernelSpec) -> dict[str, Value]:
     """Return the numbers in PARAMS for one interval per query, which all heads share, without split-KV."""
     sizes = ("num_heads", "group_size", "seqlen_q", "seqlen_kv", "head_dim", "value_dim")
     shape = {
-        "batch": (*[1] * (BATCH_AXES - 1), problem.mask_shape.num_batch), "softmax_scale": problem.kernel_scale,
+        "batch": over_batch((problem.mask_shape.num_batch,), 1), "softmax_scale": problem.kernel_scale,
         **{name: getattr(problem, name) for name in sizes},
         **dict.fromkeys(("heads_per_l2_group", "kv_heads_per_l2_group", "num_splits"), 1),
     }  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,7 @@ MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 FP8 = "fp8"  # the precision of problems of `Quantized` operands; calls cannot request it by name
 _MAX_EXPONENT = 64  # scales up to 2^64 multiply float32 products directly; for float64 products, up to 2^512
+ArrayLayout: TypeAlias = tuple[tuple[int, ...], np.dtype[np.generic]]  # the shape and dtype of an array
 
 
 class Scaling(NamedTuple):
@@ -235,6 +236,16 @@ class Problem:
             "v": (*self.v_batch, *heads_kv, self.seqlen_kv, self.value_dim),
         }
 
+    def array_layouts(self) -> dict[str, ArrayLayout]:
+        """Return the shape and dtype of each array that a pass may take, by name."""
+        like_o, like_lse = (self.o_shape(), self.dtype), (self.lse_shape(), self.accumulator)
+        return {
+            **{name: (shape, self.dtype) for name, shape in self.argument_shapes().items()},
+            **{operand.name: (operand.shape, operand.dtype) for operand in self.operands},
+            **{"o": like_o, "do": like_o, f"o{DOT}": like_o},
+            **{"lse": like_lse, "dlse": like_lse, f"lse{DOT}": like_lse},
+        }
+
     def gradient_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of dq, dk and dv over the whole batch, before sums over broadcast axes."""
         if not self.has_heads:
@@ -258,7 +269,7 @@ def problem_of(
 
 
 def with_operands(
-    problem: Problem, arrays: Mapping[str, Any], wrt: Any = (), score: Score | None = None, dropout: Any = None
+    problem: Problem, arrays: Mapping[str, Array], wrt: Any = (), score: Score | None = None, dropout: Any = None
 ) -> Problem:
     """Add the operands of a call, arrays or `ShapeDtype` by name, to its problem; None stands for a missing array.
 
@@ -298,13 +309,13 @@ def _ints(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(extent) for extent in shape)
 
 
-def array_reasons(arguments: Mapping[str, Any]) -> list[str]:
+def array_reasons(arguments: Mapping[str, Array]) -> list[str]:
     """Return why arrays, by name, cannot belong to one call: their ranks, dtypes or batch axes do not fit."""
     reasons = _rank_reasons(arguments)
     return reasons + _dtype_reasons(arguments) + ([] if reasons else _batch_reasons(arguments))
 
 
-def reasons_without_v(reasons: list[str], q: Array, k: Array, planned: tuple[Any, Any, Any]) -> list[str]:
+def reasons_without_v(reasons: list[str], q: Array, k: Array, planned: tuple[Array, Array, Array]) -> list[str]:
     """Return the reasons to refuse q and k: their own, and those in `reasons` that do not come from `planned`."""
     of_planned = array_reasons(dict(zip("qkv", planned)))
     return array_reasons({"q": q, "k": k}) + [reason for reason in reasons if reason not in of_planned]
@@ -315,7 +326,7 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}"
 
 
-def _batch_reasons(arguments: Mapping[str, Any]) -> list[str]:
+def _batch_reasons(arguments: Mapping[str, Array]) -> list[str]:
     leading = [tuple(array.shape[:-3]) for array in arguments.values()]
     try:
         np.broadcast_shapes(*leading)
@@ -325,7 +336,7 @@ def _batch_reasons(arguments: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _rank_reasons(arguments: Mapping[str, Any]) -> list[str]:
+def _rank_reasons(arguments: Mapping[str, Array]) -> list[str]:
     reasons = [
         f"{name} must have shape (..., heads, seqlen, dim) or (seqlen, dim); got {tuple(array.shape)}"
         for name, array in arguments.items()
@@ -338,7 +349,7 @@ def _rank_reasons(arguments: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def _dtype_reasons(arguments: Mapping[str, Any]) -> list[str]:
+def _dtype_reasons(arguments: Mapping[str, Array]) -> list[str]:
     dtypes = {name: np.dtype(array.dtype) for name, array in arguments.items()}
     reasons = [
         f"{name}'s dtype must be one of {', '.join(known.name for known in DTYPES)}; "

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import UP_TO_FLOAT32
-from .launches import Pass
+from .launches import POINTER, Pass, Value, structure
 from .spec import SM90, Entry, KernelSpec
 
-QUANTIZED_ARRAY = np.dtype(
-    [
-        *((name, np.uint64) for name in ("x", "data", "scale", "signs", "transposed")),
-        *((name, np.int32) for name in ("num_rows", "num_scales", "num_blocks", "end_block")),
-    ],
-    align=True,
+QUANTIZED_ARRAY = structure(
+    (POINTER, "x", "data", "scale", "signs", "transposed"),
+    (np.int32, "num_rows", "num_scales", "num_blocks", "end_block"),
 )
 PLACES = ("first", "second", "third")  # the arrays of one launch: q, k and v
-QUANTIZE = np.dtype(
-    [*((name, QUANTIZED_ARRAY) for name in PLACES), *((name, np.float32) for name in ("largest", "normalizer"))],
-    align=True,
-)
-TRANSPOSE = np.dtype(
-    [
-        *((name, np.uint64) for name in ("data", "transposed")),
-        *((name, np.int32) for name in ("num_rows", "padded_rows")),
-    ],
-    align=True,
-)
+QUANTIZE = structure((QUANTIZED_ARRAY, *PLACES), (np.float32, "largest", "normalizer"))
+TRANSPOSE = structure((POINTER, "data", "transposed"), (np.int32, "num_rows", "padded_rows"))
 CAPABILITY = (9, 0)  # compute capability of the chips that run these kernels
 KEYS = 128  # number of keys that a thread block transposes; lengths are rounded up to a multiple of it
 _LANES_OF_ROW = 4
@@ -94,7 +82,7 @@ def transpose_spec(columns: int) -> KernelSpec | None:
     )  # fmt: skip
 
 
-def quantizing(spec: KernelSpec, arrays: Sequence[Rounding], largest: Any) -> Pass:
+def quantizing(spec: KernelSpec, arrays: Sequence[Rounding], largest: float) -> Pass:
     """Return the launch that quantizes up to three dense arrays, whose arguments are named by `PLACES`.
 
     The launch reads ``first.x`` and writes ``first.data``, ``first.scale`` [..., number of blocks] and, if the array is
@@ -108,7 +96,7 @@ def quantizing(spec: KernelSpec, arrays: Sequence[Rounding], largest: Any) -> Pa
     largest : float
         As in `quantize`.
     """
-    numbers: dict[str, Any] = {"largest": largest, "normalizer": np.float32(1 / np.sqrt(spec.head_dim))}
+    numbers: dict[str, Value] = {"largest": largest, "normalizer": np.float32(1 / np.sqrt(spec.head_dim))}
     reads, writes, end = list[str](), list[str](), 0
     for place, array in zip(PLACES, arrays):
         num_scales = array.num_scales(spec.block_q)

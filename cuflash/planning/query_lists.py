@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array
 from ..blocks.index import BlockIndex
 from ..blocks.index_mask import IndexMask
 from ..layouts import dense_strides
@@ -15,7 +13,8 @@ from ..masks._chosen import ChosenBlocks, ResolvedChosen
 from ..masks.base import Mask
 from ..masks.coordinates import LeadingArray
 from ..masks.shape import MaskShape
-from .launches import BATCH_AXES
+from .interval_kernels import moving_strides
+from .launches import Value, over_batch
 
 
 class QueryLists(NamedTuple):
@@ -44,7 +43,7 @@ class QueryLists(NamedTuple):
     varies: bool
     blocks: tuple[int, ...]
     itemsize: int
-    counts: tuple[tuple[int, ...], np.dtype[Any]] | None
+    counts: tuple[tuple[int, ...], np.dtype[np.generic]] | None
     carried: Any = None
 
     @classmethod
@@ -61,8 +60,8 @@ class QueryLists(NamedTuple):
         varying = [*blocks.shape[:-3], *(() if counts is None else counts.shape[:-2])]
         return cls(
             num_lists=chosen.num_lists, num_chosen=int(blocks.shape[-1]), block=chosen.block,
-            varies=any(extent > 1 for extent in varying), blocks=_strides(blocks), itemsize=blocks.dtype.itemsize,
-            counts=None if counts is None else (_strides(counts), np.dtype(counts.dtype)),
+            varies=any(extent > 1 for extent in varying), blocks=moving_strides(blocks), itemsize=blocks.dtype.itemsize,
+            counts=None if counts is None else (moving_strides(counts), np.dtype(counts.dtype)),
         )  # fmt: skip
 
     @classmethod
@@ -92,11 +91,11 @@ class QueryLists(NamedTuple):
         return {"blocks": offsets["kv_blocks"], "counts": offsets["row_pointers"]}
 
     @property
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, Value]:
         """The numbers of these lists in the kernel's record."""
         *of_batch, head, row, entry = self.blocks
-        numbers = {
-            "blocks_batch_strides": _padded(of_batch), "blocks_head_stride": head, "blocks_row_stride": row,
+        numbers: dict[str, Value] = {
+            "blocks_batch_strides": over_batch(of_batch, 0), "blocks_head_stride": head, "blocks_row_stride": row,
             "blocks_stride": entry, "blocks_itemsize": self.itemsize, "num_heads": self.num_lists,
             "num_chosen": self.num_chosen, "block": self.block, "has_starts": self.carried is not None,
         }  # fmt: skip
@@ -104,16 +103,6 @@ class QueryLists(NamedTuple):
             return numbers
         (*of_batch, head, row), dtype = self.counts
         return numbers | {
-            "counts_batch_strides": _padded(of_batch), "counts_head_stride": head, "counts_row_stride": row,
+            "counts_batch_strides": over_batch(of_batch, 0), "counts_head_stride": head, "counts_row_stride": row,
             "counts_itemsize": dtype.itemsize, "is_counts_signed": dtype.kind == "i",
         }  # fmt: skip
-
-
-def _strides(array: Array) -> tuple[int, ...]:
-    """Return the strides of an array in bytes; 0 along axes of length 1."""
-    return tuple(step if extent != 1 else 0 for step, extent in zip(array.strides, array.shape))
-
-
-def _padded(strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of the batch axes, padded with zeros to `BATCH_AXES`."""
-    return (*[0] * (BATCH_AXES - len(strides)), *strides)

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import e, log2
-from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, accumulator_dtype
 from .device import DeviceSpec
-from .launches import BATCH_AXES, Pass
+from .launches import BATCH, Pass, Value, over_batch, structure
 from .list_kernels import AT_CALL
 from .selection_kernels import CHOICE, STRIDED_ROWS, ChoiceRule, layout_of_rows
 from .spec import SM80, Entry, KernelSpec
 
 # This record mirrors `kernels_cu/lists/query_scores.cuh`.
-QUERY_SCORES = np.dtype(
-    [
-        *((name, STRIDED_ROWS) for name in ("q", "k", "lse")),
-        ("choice", CHOICE),
-        ("scale_log2", np.float64),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_heads", "group_size", "heads_of_list", "num_keys", "num_columns")),
-        *((name, np.int32) for name in ("step", "length", "num_parts", "parts_of_block", "sums_weights")),
-        *((name, np.int32) for name in ("has_shares", "place_columns", "queries_per_tile", "keeps_places")),
-        ("uses_lanes", np.int32),
-    ],
-    align=True,
+QUERY_SCORES = structure(
+    (STRIDED_ROWS, "q", "k", "lse"),
+    (CHOICE, "choice"),
+    (np.float64, "scale_log2"),
+    (BATCH, "batch"),
+    (np.int32, "num_heads", "group_size", "heads_of_list", "num_keys", "num_columns", "step", "length", "num_parts"),
+    (np.int32, "parts_of_block", "sums_weights", "has_shares", "place_columns", "queries_per_tile", "keeps_places"),
+    (np.int32, "uses_lanes"),
 )
 _ROWS, _KEYS, _WARPS = 64, 64, 4  # rows and keys of a tile, and warps
 _ROWS_OF_LANES = 16  # queries of a tile from which pairs of lanes choose, as many as a warp then has rows
@@ -85,7 +80,7 @@ class QueryChoice:
         num_blocks = -(-rule.lengths[1] // rule.block[1])
         of_tile, num_lists = self._queries_per_tile(spec, k.shape[-2], room), num_matrices // self.heads_of_list
         choice = rule.numbers((num_lists, rule.lengths[0], num_blocks), True)
-        of_lse = {"lse": {"column_stride": 0}} if lse is None else {"lse": _layout_of_lse(lse, batch)}
+        of_lse: dict[str, Value] = {"lse": {"column_stride": 0}} if lse is None else {"lse": _layout_of_lse(lse)}
         numbers = numbers | of_lse | {
             "choice": choice, "scale_log2": self.scale * log2(e), "heads_of_list": self.heads_of_list,
             "num_keys": k.shape[-2], "step": self.step, "length": self.length, "num_parts": self.parts[0],
@@ -142,11 +137,11 @@ def _reuses_keys(spec: KernelSpec, num_blocks: int) -> bool:
     return 4 * _WARPS * _place_columns(num_blocks) <= 2 * _KEYS * spec.head_dim * spec.dtype.itemsize
 
 
-def _layout_of_lse(lse: Array, batch: tuple[int, ...]) -> dict[str, Any]:
+def _layout_of_lse(lse: Array) -> dict[str, Value]:
     """Return the strides of an array [..., heads, queries] as the layout of rows with one column."""
     steps = tuple(step // lse.dtype.itemsize for step in lse.strides)
     head = steps[-2] if lse.ndim > 1 else 0
-    over = (0,) * (BATCH_AXES - len(batch)) + (steps[:-2] if lse.ndim > 1 else ())
+    over = over_batch(steps[:-2], 0)
     return {"batch_strides": over, "head_stride": head, "row_stride": steps[-1], "column_stride": 0}
 
 

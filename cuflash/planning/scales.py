@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from .launches import MATRICES, Feature
+from .launches import MATRICES, Feature, structure
 
 SCALE_ARRAYS = ("q_scale", "k_scale", "v_scale")
 _ROWS = ("q_rows", "k_rows", "v_rows")
-SCALES = np.dtype([*((name, MATRICES) for name in SCALE_ARRAYS), *((name, np.int64) for name in _ROWS)], align=True)
+SCALES = structure((MATRICES, *SCALE_ARRAYS), (np.int64, *_ROWS))
 
 
 class RowsPerScale(NamedTuple):
@@ -26,5 +26,4 @@ class RowsPerScale(NamedTuple):
 
     def feature(self) -> Feature:
         """Return the feature whose record passes the scales to kernels."""
-        values: dict[str, Any] = dict(zip(_ROWS, self))
-        return Feature("scales", SCALES, values)
+        return Feature("scales", SCALES, dict(zip(_ROWS, self)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..scores.program import Program, derived, pushed
 from .captured_sums import OWN, address_rank, kinds_of_sums, sums_name, with_captured_sums
-from .launches import Feature, Kernels, Launch, Pass
+from .launches import Feature, Kernels, Launch, Pass, Value
 from .problem import Problem
 from .spec import KernelSpec
 from .staged_array import STAGED_BOX, STAGED_MAP, staged_array
@@ -102,17 +102,12 @@ def with_score(
     kinds = kinds_of_sums(problem, wrt)
     is_repeatable = kernels.is_repeatable and (deterministic or all(kind == OWN for kind in kinds))
     sums = kinds if deterministic else ()
-    forward = {
-        role: _changed(launch, problem, program, (), ()) if launch.spec.entry.applies_score else launch
-        for role, launch in kernels.forward.launches.items()
-    }
-    backward = {
-        role: _changed(launch, problem, slopes if launch.spec.entry.adds_gradients else slope, wrt, sums)
-        if launch.spec.entry.applies_score
-        else launch
-        for role, launch in kernels.backward.launches.items()
-    }
-    scored = _pass(kernels.backward, backward, _feature(slopes, wrt, problem, sums))
+
+    def of_backward(_: str, launch: Launch) -> Launch:
+        applied = slopes if launch.spec.entry.adds_gradients else slope
+        return _applying(launch, problem, applied, wrt, sums) if launch.spec.entry.applies_score else launch
+
+    scored = _changed(kernels.backward, of_backward, _feature(slopes, wrt, problem, sums))
     gradients = {name: gradient_name(name) for name in wrt}
     stored = stored_gradient(scored)
     if deterministic:
@@ -121,7 +116,7 @@ def with_score(
         scored = replace(scored, zeroed=tuple(each for each in gradients.values() if each != stored or not is_whole))
     return replace(
         kernels, is_repeatable=is_repeatable, backward=scored,
-        forward=_pass(kernels.forward, forward, _feature(program, (), problem, ())),
+        forward=_with_program(kernels.forward, problem, program),
     )  # fmt: skip
 
 
@@ -138,18 +133,15 @@ def captured_wrt(problem: Problem) -> tuple[str, ...]:
     return tuple(operand.name for operand in problem.operands if operand.is_captured and operand.name in problem.wrt)
 
 
-def _changed(
-    launch: Launch, problem: Problem, program: Program, wrt: tuple[str, ...], sums: tuple[str, ...]
+def _applying(
+    launch: Launch, problem: Problem, program: Program, wrt: tuple[str, ...] = (), sums: tuple[str, ...] = ()
 ) -> Launch:
     """Return a launch whose kernel runs the program, and accumulates gradients if the program returns their slopes."""
     arrays = tuple(array_name(array.name) for array in program.arrays)
-    adds = len(program.results) > 2
-    is_placed = problem.places is not None
-    spec = replace(launch.spec, score=program, score_wrt=wrt, score_sums=sums, score_is_placed=is_placed)
-    gradients = tables(program, wrt, sums)[len(program.arrays) :] if adds else ()
-    return replace(
-        launch, spec=spec, reads=(*launch.reads, *arrays, *gradients), writes=(*launch.writes, *gradients),
-        features=(*launch.features, NAME, *[MAP_NAME] * launch.spec.score_is_staged),
+    gradients = tables(program, wrt, sums)[len(program.arrays) :] if len(program.results) > 2 else ()
+    return launch.taking(
+        NAME, *[MAP_NAME] * launch.spec.score_is_staged, reads=(*arrays, *gradients), writes=gradients,
+        score=program, score_wrt=wrt, score_sums=sums, score_is_placed=problem.places is not None,
     )  # fmt: skip
 
 
@@ -167,25 +159,28 @@ def with_pushed_score(kernels: Pass, problem: Problem) -> Pass:
     moves_score = not {"q", "k"}.isdisjoint(problem.tangents)
     if names or moves_score:
         program = pushed(program, names, moves_score=moves_score)
-    launches = {
-        role: _changed(launch, problem, program, (), ()) if launch.spec.entry.applies_score else launch
-        for role, launch in kernels.launches.items()
-    }
-    return _pass(kernels, launches, _feature(program, (), problem, ()))
+    return _with_program(kernels, problem, program)
 
 
-def with_score_argument(kernels: Pass, problem: Problem, role: str) -> Pass:
-    """Return a pass in which the launch of this role applies the problem's score function, if there is one."""
-    program = problem.score
-    if program is None:
-        return kernels
-    launches = {**kernels.launches, role: _changed(kernels.launches[role], problem, program, (), ())}
-    return _pass(kernels, launches, _feature(program, (), problem, ()))
+def with_score_argument(kernels: Pass, problem: Problem) -> Pass:
+    """Return a pass whose kernels that compute scores apply the problem's score function, if there is one."""
+    return kernels if problem.score is None else _with_program(kernels, problem, problem.score)
 
 
-def _pass(kernels: Pass, launches: Mapping[str, Launch], feature: Feature) -> Pass:
-    maps = [_map_feature(launch.spec) for launch in launches.values() if launch.spec.score_is_staged]
-    return replace(kernels, launches=launches, features=(*kernels.features, feature, *maps))
+def _with_program(kernels: Pass, problem: Problem, program: Program) -> Pass:
+    """Return a pass whose kernels that compute scores run a program without gradients of arrays."""
+
+    def change(_: str, launch: Launch) -> Launch:
+        return _applying(launch, problem, program) if launch.spec.entry.applies_score else launch
+
+    return _changed(kernels, change, _feature(program, (), problem, ()))
+
+
+def _changed(kernels: Pass, change: Callable[[str, Launch], Launch], feature: Feature) -> Pass:
+    """Return a pass with changed launches, the feature of its score function, and tensor maps of staged arrays."""
+    changed = kernels.changed(change, feature)
+    maps = [_map_feature(launch.spec) for launch in changed.launches.values() if launch.spec.score_is_staged]
+    return replace(changed, features=(*changed.features, *maps))
 
 
 def _map_feature(spec: KernelSpec) -> Feature:
@@ -205,9 +200,9 @@ def _feature(program: Program, wrt: tuple[str, ...], problem: Problem, sums: tup
     return Feature(NAME, record, values, tables(program, wrt, sums))
 
 
-def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...], room: int) -> dict[str, Any]:
+def _values(program: Program, numbers: Sequence[float], batch: tuple[int, ...], room: int) -> dict[str, Value]:
     """Return the values in a program's record, which has room for `room` numbers."""
-    values: dict[str, Any] = {}
+    values: dict[str, Value] = {}
     if program.num_numbers:
         values["numbers"] = list(numbers[: program.num_numbers]) + [0.0] * (room - program.num_numbers)
     axes = num_leading(program)

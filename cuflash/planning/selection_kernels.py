@@ -2,103 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import e, log2, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, accumulator_dtype
-from .launches import BATCH_AXES, Pass
-from .spec import SIMT, Entry, KernelSpec
+from .launches import BATCH, BATCH_AXES, BATCH_STRIDES, POINTER, Pass, Value, over_batch, structure
+from .spec import SIMT, Entry, KernelSpec, untiled
 
 # The following records mirror `kernels_cu/lists/selection.cuh`.
 _OF_CHOICE = ("scores", "shares", "allowed", "forced", "kept")  # arrays of the record CHOICE
-CHOICE = np.dtype(
-    [
-        *((name, np.uint64) for name in _OF_CHOICE),
-        *((name, np.float64) for name in ("mass", "threshold")),
-        ("offset", np.int64),
-        *((name, np.int32) for name in ("num_rows", "num_q_blocks", "num_kv_blocks", "seqlen_q", "block_q")),
-        *((name, np.int32) for name in ("block_kv", "count", "has_threshold", "is_causal", "num_sinks", "num_local")),
-        *((name, np.int32) for name in ("has_diagonal", "keeps_places", "keeps_bits", "most", "list_length")),
-        ("is_past_only", np.int32),
-    ],
-    align=True,
+CHOICE = structure(
+    (POINTER, *_OF_CHOICE),
+    (np.float64, "mass", "threshold"),
+    (np.int64, "offset"),
+    (np.int32, "num_rows", "num_q_blocks", "num_kv_blocks", "seqlen_q", "block_q", "block_kv", "count"),
+    (np.int32, "has_threshold", "is_causal", "num_sinks", "num_local", "has_diagonal", "keeps_places", "keeps_bits"),
+    (np.int32, "most", "list_length", "is_past_only"),
 )
-CHOICES = np.dtype([("first", CHOICE), ("second", CHOICE)], align=True)
-POOLED_ROWS = np.dtype(
-    [
-        ("data", np.uint64),
-        ("means", np.uint64),
-        ("batch_strides", np.int64, (BATCH_AXES,)),
-        *((f"{axis}_stride", np.int64) for axis in ("head", "row", "column")),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_heads", "num_rows", "num_columns", "block", "num_blocks")),
-    ],
-    align=True,
+CHOICES = structure((CHOICE, "first", "second"))
+STRIDED_ROWS = structure(
+    (POINTER, "data"), (BATCH_STRIDES, "batch_strides"), (np.int64, "head_stride", "row_stride", "column_stride")
 )
-POOLING = np.dtype([("q", POOLED_ROWS), ("k", POOLED_ROWS), ("num_thread_blocks_of_q", np.int64)], align=True)
-SPREAD = np.dtype(
-    [
-        *((name, np.uint64) for name in ("masses", "scores")),
-        *((name, np.int32) for name in ("num_groups", "group_size", "num_q_blocks", "num_kv_blocks")),
-        *((name, np.int32) for name in ("num_compressed", "num_parts", "parts_of_block", "padding")),
-    ],
-    align=True,
+POOLED_ROWS = structure(
+    (POINTER, "data", "means"),
+    (BATCH_STRIDES, "batch_strides"),
+    (np.int64, "head_stride", "row_stride", "column_stride"),
+    (BATCH, "batch"),
+    (np.int32, "num_heads", "num_rows", "num_columns", "block", "num_blocks"),
 )
-SLASH_SUMS = np.dtype(
-    [
-        *((name, np.uint64) for name in ("scores", "runs", "of_keys", "of_distances")),
-        ("first_diagonal_key", np.int64),
-        *((name, np.int32) for name in ("num_matrices", "num_rows", "num_keys", "num_distances", "num_runs")),
-        ("padding", np.int32),
-    ],
-    align=True,
+POOLING = structure((POOLED_ROWS, "q", "k"), (np.int64, "num_thread_blocks_of_q"))
+SPREAD = structure(
+    (POINTER, "masses", "scores"),
+    (np.int32, "num_groups", "group_size", "num_q_blocks", "num_kv_blocks", "num_compressed", "num_parts"),
+    (np.int32, "parts_of_block", "padding"),
 )
-CROSSINGS = np.dtype(
-    [
-        *((name, np.uint64) for name in ("chosen", "kept")),
-        ("grid", CHOICE),
-        *((name, np.int32) for name in ("seqlen_kv", "num_distances")),
-    ],
-    align=True,
+SLASH_SUMS = structure(
+    (POINTER, "scores", "runs", "of_keys", "of_distances"),
+    (np.int64, "first_diagonal_key"),
+    (np.int32, "num_matrices", "num_rows", "num_keys", "num_distances", "num_runs", "padding"),
 )
-STRIDED_ROWS = np.dtype(
-    [
-        ("data", np.uint64),
-        ("batch_strides", np.int64, (BATCH_AXES,)),
-        *((f"{axis}_stride", np.int64) for axis in ("head", "row", "column")),
-    ],
-    align=True,
+CROSSINGS = structure((POINTER, "chosen", "kept"), (CHOICE, "grid"), (np.int32, "seqlen_kv", "num_distances"))
+KEY_SCORES = structure(
+    (STRIDED_ROWS, "q", "k"),
+    (POINTER, "scores", "runs"),
+    (np.float64, "scale_log2"),
+    (np.int64, "first_diagonal_key"),
+    (BATCH, "batch"),
+    (np.int32, "num_heads", "group_size", "num_rows", "num_keys", "num_columns", "is_causal", "padding"),
 )
-KEY_SCORES = np.dtype(
-    [
-        ("q", STRIDED_ROWS),
-        ("k", STRIDED_ROWS),
-        *((name, np.uint64) for name in ("scores", "runs")),
-        ("scale_log2", np.float64),
-        ("first_diagonal_key", np.int64),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_heads", "group_size", "num_rows", "num_keys", "num_columns")),
-        *((name, np.int32) for name in ("is_causal", "padding")),
-    ],
-    align=True,
+PAGE_BOUNDS = structure(
+    (STRIDED_ROWS, "q", "k"),
+    (POINTER, "bounds"),
+    (np.int64, "num_bounds"),
+    (BATCH, "batch"),
+    (np.int32, "num_heads", "group_size", "num_queries", "num_keys", "num_columns", "num_pages", "page_size"),
 )
-PAGE_BOUNDS = np.dtype(
-    [
-        ("q", STRIDED_ROWS),
-        ("k", STRIDED_ROWS),
-        ("bounds", np.uint64),
-        ("num_bounds", np.int64),
-        ("batch", np.int32, (BATCH_AXES,)),
-        *((name, np.int32) for name in ("num_heads", "group_size", "num_queries", "num_keys", "num_columns")),
-        *((name, np.int32) for name in ("num_pages", "page_size")),
-    ],
-    align=True,
-)
-DRAW = np.dtype([("numbers", np.uint64), ("num_cells", np.uint64), ("seed", np.uint64)])
+DRAW = structure((np.uint64, "numbers", "num_cells", "seed"))
 _WARPS = 4
 # (queries, keys, columns of a tile, warps) of some kernels; other kernels have no tile, and `_WARPS` warps.
 _SIZES = {"choose_wide": (0, 0, 0, 32), "key_scores": (64, 64, 32, _WARPS), "slash_sums": (64, 0, 0, 32)}
@@ -111,10 +74,8 @@ _WIDE, _FEW = 1024, 256
 def selection_spec(entry: str, dtype: np.dtype[np.generic]) -> KernelSpec:
     """Return a kernel; `dtype` is that of rows for "pool", "page_bounds" and "key_scores", else of accumulators."""
     block_q, block_kv, head_dim, num_warps = _SIZES.get(entry, (0, 0, 0, _WARPS))
-    return KernelSpec(
-        entry=Entry(family="lists", name=entry, runs_as=SIMT), dtype=dtype, head_dim=head_dim, value_dim=0,
-        block_q=block_q, block_kv=block_kv, num_warps=num_warps, min_blocks=1,
-    )  # fmt: skip
+    spec = untiled(Entry(family="lists", name=entry, runs_as=SIMT), dtype, num_warps)
+    return replace(spec, head_dim=head_dim, block_q=block_q, block_kv=block_kv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +155,7 @@ class ChoiceRule:
             reads=_OF_CHOICE[:-1], writes=("kept",), row_bytes=places if fits else 0,
         )  # fmt: skip
 
-    def numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Any]:
+    def numbers(self, shape: tuple[int, ...], keeps_places: bool, *, keeps_bits: bool = False) -> dict[str, Value]:
         *_, num_q_blocks, num_kv_blocks = shape
         return {
             "mass": self.mass, "threshold": self.threshold or 0.0, "offset": self.offset,
@@ -228,7 +189,7 @@ def wide_choosing(
         forced_2. With two grids, kept has one bit per block instead of one byte, lowest bit first. Each grid takes
         `num_words` words, and the second grid comes after the first.
     """
-    spec, numbers, names = selection_spec("choose_wide", dtype), dict[str, Any](), dict[str, str]()
+    spec, numbers, names = selection_spec("choose_wide", dtype), dict[str, Value](), dict[str, str]()
     of_sums = most = _SUM_BYTES * spec.num_warps
     for part, suffix, rule, shape in zip(("first", "second"), ("", "_2"), rules, shapes):
         needed = of_sums + 4 * shape[-1]
@@ -247,7 +208,7 @@ def num_words(shape: tuple[int, ...]) -> int:
     return prod(shape[:-1]) * -(-shape[-1] // 32)
 
 
-def pooling(arrays: tuple[Any, Any], block: tuple[int, int]) -> Pass:
+def pooling(arrays: tuple[Array, Array], block: tuple[int, int]) -> Pass:
     """Return the launch that computes means of blocks of rows; it takes the arrays q, means_of_q, k and means_of_k.
 
     Parameters
@@ -257,7 +218,7 @@ def pooling(arrays: tuple[Any, Any], block: tuple[int, int]) -> Pass:
     block : (int, int)
         Rows of a block of q, and of k.
     """
-    numbers, names, grids = dict[str, Any](), dict[str, str](), []
+    numbers, names, grids = dict[str, Value](), dict[str, str](), []
     for name, array, side in zip("qk", arrays, block):
         shape = (1,) * max(BATCH_AXES + 3 - array.ndim, 0) + tuple(array.shape)
         steps = (0,) * (len(shape) - array.ndim) + tuple(step // array.dtype.itemsize for step in array.strides)
@@ -417,7 +378,7 @@ def crossing(rule: ChoiceRule, shape: tuple[int, ...]) -> Pass:
     shape : tuple of int
         [..., rows, columns], in blocks.
     """
-    numbers = {
+    numbers: dict[str, Value] = {
         "grid": rule.numbers(shape, False), "seqlen_kv": rule.lengths[1],
         "num_distances": num_distances(rule.lengths[0], rule.offset),
     }  # fmt: skip
@@ -453,11 +414,11 @@ def page_bounding(q: Array | Rows, k: Array | Rows, batch: tuple[int, ...], page
 _OF_ROWS = {"q.data": "q", "k.data": "k"}
 
 
-def layout_of_rows(q: Array | Rows, k: Array | Rows, batch: tuple[int, ...]) -> tuple[int, dict[str, Any]]:
+def layout_of_rows(q: Array | Rows, k: Array | Rows, batch: tuple[int, ...]) -> tuple[int, dict[str, Value]]:
     """Return the number of (batch, head) pairs, and the fields of a record that describe the layouts of q and k."""
-    sizes = (1,) * (BATCH_AXES - len(batch)) + batch
+    sizes = over_batch(batch, 1)
     num_heads, kv_heads = (array.shape[-3] if array.ndim > 2 else 1 for array in (q, k))
-    numbers = {
+    numbers: dict[str, Value] = {
         "batch": sizes, "num_heads": num_heads, "group_size": num_heads // kv_heads, "num_columns": q.shape[-1]
     }  # fmt: skip
     for name, array in (("q", q), ("k", k)):
@@ -475,8 +436,8 @@ def num_distances(seqlen_q: int, offset: int) -> int:
 
 
 def _pass_of_threads(
-    entry: str, dtype: np.dtype[np.generic], layout: np.dtype[np.generic], numbers: dict[str, Any], num_threads: int,
-    *, reads: tuple[str, ...], writes: tuple[str, ...],
+    entry: str, dtype: np.dtype[np.generic], layout: np.dtype[np.generic], numbers: Mapping[str, Value],
+    num_threads: int, *, reads: tuple[str, ...], writes: tuple[str, ...],
 ) -> Pass:  # fmt: skip
     """Return a launch of `num_threads` threads."""
     spec = selection_spec(entry, dtype)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from ..arrays import DTYPES
-from .launches import MATRICES, Feature, Launch, Pass
+from .launches import MATRICES, Feature, Launch, Pass, structure
 from .problem import Problem
-from .spec import SIMT, Entry, KernelSpec
+from .spec import SIMT, Entry, KernelSpec, smallest
 
-SINK = np.dtype([("sink", MATRICES), ("dsink", MATRICES), ("dtype", np.int64)], align=True)
+SINK = structure((MATRICES, "sink", "dsink"), (np.int64, "dtype"))
 _GRADIENT_WARPS = 8  # warps per thread block: enough loads in flight, since each head has only one block
 
 
@@ -28,14 +28,11 @@ def sink_forward(forward: Pass, problem: Problem, *roles: str) -> Pass:
     """Return a forward pass whose kernels of these roles take the sink, if the problem has one."""
     if problem.operand("sink") is None:
         return forward
-    with_sink = {
-        role: replace(
-            launch, spec=replace(launch.spec, has_sink=True), reads=(*launch.reads, "sink"),
-            features=(*launch.features, "sink"),
-        )
-        for role, launch in forward.launches.items() if role in roles
-    }  # fmt: skip
-    return replace(forward, launches={**forward.launches, **with_sink}, features=(*forward.features, _feature(problem)))
+
+    def change(role: str, launch: Launch) -> Launch:
+        return launch.taking("sink", reads=("sink",), has_sink=True) if role in roles else launch
+
+    return forward.changed(change, _feature(problem))
 
 
 def sink_backward(
@@ -67,8 +64,7 @@ def sink_backward(
 
 def gradient_spec(dtype: np.dtype[np.generic], like: KernelSpec | None = None) -> KernelSpec:
     """Return the kernel that computes a sink's gradient for o of this dtype; by default that of the simt family."""
-    if like is None:
-        like = KernelSpec(entry=_ENTRY, dtype=dtype, head_dim=32, value_dim=32, block_q=16, block_kv=16)
+    like = like or smallest(_ENTRY, dtype)
     return replace(
         like, entry=replace(_ENTRY, family=like.family), num_warps=_GRADIENT_WARPS, min_blocks=1, num_stages=1,
         has_sink=True,

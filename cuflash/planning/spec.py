@@ -256,3 +256,18 @@ class KernelSpec:
         of_score = [] if self.score is None else [f"score {len(self.score.instructions)} operations"]
         moved = [f"tangents of {', '.join(self.tangents)}"] if self.tangents else []
         return " ".join([self.name, *(f"{name} {getattr(self, name)}" for name in listed), *moved, *of_score])
+
+
+def untiled(
+    entry: Entry, dtype: np.dtype[np.generic] = np.dtype(np.float32), num_warps: int = 4, dim: int = 0, block: int = 0
+) -> KernelSpec:
+    """Return the specification of a kernel without tiles; the sizes `dim` and `block` are 0 unless headers use them."""
+    return KernelSpec(
+        entry=entry, dtype=dtype, head_dim=dim, value_dim=dim, block_q=block, block_kv=block, num_warps=num_warps,
+        min_blocks=1,
+    )  # fmt: skip
+
+
+def smallest(entry: Entry, dtype: np.dtype[np.generic], num_warps: int = 4) -> KernelSpec:
+    """Return the specification of a kernel without tiles, with the smallest sizes for which headers compile."""
+    return untiled(entry, dtype, num_warps, dim=32, block=16)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
-
 from .dropout_launches import dropout_places, pass_with_dropout
-from .launches import MATRICES, Feature, Pass
+from .launches import MATRICES, Feature, Pass, structure
 from .options import DOT
 from .problem import Problem
 from .score_launches import with_pushed_score
@@ -18,7 +14,7 @@ _ARRAYS = {
     **{f"{name}_dot": f"{name}{DOT}" for name in ("q", "k", "v", "o", "lse", "sink", "do", "dlse")}, "delta": DELTA,
     "delta_dot": f"delta{DOT}",
 }  # fmt: skip
-TANGENTS = np.dtype([(field, MATRICES) for field in _ARRAYS], align=True)
+TANGENTS = structure((MATRICES, *_ARRAYS))
 
 
 def tangents_of_kernels(problem: Problem) -> tuple[str, ...]:
@@ -33,9 +29,5 @@ def with_tangents(kernels: Pass, problem: Problem) -> Pass:
     if problem.dropout is not None:
         places = dropout_places(problem.places, problem.num_heads, problem.whole_shape)
         kernels = pass_with_dropout(kernels, problem.dropout, places)
-    launches = {
-        role: replace(launch, features=(*launch.features, NAME)) if launch.spec.tangents else launch
-        for role, launch in kernels.launches.items()
-    }
     feature = Feature(NAME, TANGENTS, names=_ARRAYS)
-    return replace(kernels, launches=launches, features=(*kernels.features, feature))
+    return kernels.changed(lambda _, launch: launch.taking(NAME) if launch.spec.tangents else launch, feature)

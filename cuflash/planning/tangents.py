@@ -11,13 +11,13 @@ from ..arrays import Array, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem
 from ..layouts import COPIES, kind_of, layout_reasons
 from .options import DOT, Directions
-from .problem import Problem
+from .problem import ArrayLayout, Problem
 
 _OF_PARAMETERS = ("q", "k", "v", "do", "dlse")  # arrays whose tangents have their own parameters, such as q_dot
 _OF_PASSES = ("o", "lse")
 
 
-def gathered(tangents: Any, **parameters: Any) -> dict[str, Any]:
+def gathered(tangents: Mapping[str, Array] | None, **parameters: Array) -> dict[str, Array]:
     """Return tangents by the names of their arrays, without those that are None.
 
     Parameters
@@ -89,14 +89,10 @@ def tangent_reasons(tangents: Any, problem: Problem | None, executor: str) -> li
     return reasons
 
 
-def arrays_with_tangents(problem: Problem) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
+def arrays_with_tangents(problem: Problem) -> dict[str, ArrayLayout]:
     """Return the shape and dtype of each array that may have a tangent, by name."""
-    return {
-        **{name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()},
-        **{each.name: (each.shape, each.dtype) for each in problem.operands if each.name in real_operands(problem)},
-        "do": (problem.o_shape(), problem.dtype),
-        "dlse": (problem.lse_shape(), problem.accumulator),
-    }
+    names = {*_OF_PARAMETERS, *real_operands(problem)}
+    return {name: layout for name, layout in problem.array_layouts().items() if name in names}
 
 
 def real_operands(problem: Problem) -> list[str]:
@@ -110,12 +106,12 @@ def shown(name: str) -> str:
     return f"{name}_dot" if name in (*_OF_PARAMETERS, *_OF_PASSES) else f"tangents[{name!r}]"
 
 
-def with_dots(tangents: Mapping[str, Any]) -> dict[str, Any]:
+def with_dots(tangents: Mapping[str, Array]) -> dict[str, Array]:
     """Return tangents by the names under which passes read them."""
     return {f"{name}{DOT}": tangent for name, tangent in tangents.items()}
 
 
-def tangents_among(arrays: Mapping[str, Array]) -> dict[str, Any]:
+def tangents_among(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return the tangents among the arrays of a pass, by the names of their arrays, except tangents of results."""
     names = {name: name.removesuffix(DOT) for name in arrays if name.endswith(DOT)}
     return {of: arrays[name] for name, of in names.items() if of not in _OF_PASSES}
@@ -145,8 +141,7 @@ def _array_reasons(
     if namespace(array).__name__ != place:
         rule = f"{label} must be a {place} array for executor={executor!r}"
         return [f"{rule}; got {kind_of(array)}: copy it with {COPIES[place]}"]
-    reasons = [] if executor == "cpu" else layout_reasons(label, array)
-    actual = tuple(array.shape)
+    reasons, actual = [] if executor == "cpu" else layout_reasons(label, array), tuple(array.shape)
     if actual == shape and array.dtype == dtype:
         return reasons
     like = f"{name}'s" if label != name else "o's" if name == "do" else "lse's"

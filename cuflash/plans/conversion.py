@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ..arrays import is_array, is_list, is_ragged, namespace, of_list
+from ..arrays import Array, is_array, is_list, is_ragged, namespace, of_list
 from ..errors import UnsupportedProblem, refuse
 from ..executors import gpu
 from ..layouts import dtypes_of_lists, is_foreign, is_on_cuda, is_tracer, kind_of, taken
 from ..masks.base import Mask
 from ..masks.content import held_arrays
 
+Out: TypeAlias = Array | Sequence[Array] | None  # the value of `out=`: the array for o, or a pair for o and lse
 NAMESPACES = {"cpu": "numpy", "gpu": "cupy", "sim": "numpy"}
 
 
-def named_outputs(out: Any) -> dict[str, Any]:
+def named_outputs(out: Out) -> dict[str, Array]:
     """Return the arrays of `out=` by result name, without those that are None."""
     pair = out if isinstance(out, (tuple, list)) and len(out) == 2 else (out,)
     return {name: array for name, array in zip(("o", "lse"), pair) if array is not None}
 
 
-def name_of_out(result: str, outs: Mapping[str, Any]) -> str:
+def name_of_out(result: str, outs: Mapping[str, Array]) -> str:
     """Return the name of an array of `out=` in messages."""
     return "out[1]" if result == "lse" else "out[0]" if "lse" in outs else "out"
 
 
-def outputs_as_arrays(outs: Mapping[str, Any]) -> dict[str, Any]:
+def outputs_as_arrays(outs: Mapping[str, Array]) -> dict[str, Array]:
     """Return arrays that a call writes to, converted by `as_arrays`, by result name."""
     arrays = as_arrays({name_of_out(result, outs): array for result, array in outs.items()})
     return dict(zip(outs, arrays.values()))
 
 
-def as_arrays(values: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None, like: Any = None) -> dict[str, Any]:
+def as_arrays(
+    values: Mapping[str, Any], dtypes: Mapping[str, DTypeLike] | None = None, like: Array = None
+) -> dict[str, Array]:
     """Return other libraries' arrays as CuPy or NumPy arrays, in place and without a copy; other values unchanged.
 
     Nested lists of numbers become arrays on the device of the other arrays, or of `like`. A list has no dtype of its
@@ -78,7 +82,7 @@ def as_arrays(values: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None
     return arrays
 
 
-def as_mask_of_arrays(mask: Any, executor: str, like: Any = None) -> Any:
+def as_mask_of_arrays(mask: Any, executor: str, like: Array = None) -> Any:
     """Return the value of `mask=`, with other libraries' arrays converted by `as_arrays`; other values unchanged.
 
     A list becomes an array on the device of `like`.
@@ -91,7 +95,7 @@ def as_mask_of_arrays(mask: Any, executor: str, like: Any = None) -> Any:
         An array is on a GPU, and CuPy is missing.
     """
 
-    def take(array: Any) -> Any:
+    def take(array: Array) -> Array:
         if is_foreign(array) and is_on_cuda("mask", array) and executor != "gpu":
             refusal = f"mask's arrays must be on q's device; got {kind_of(array)} on a CUDA device with q on the host"
             raise UnsupportedProblem([f"{refusal}: copy them to the host, or q, k and v to the device"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,11 +15,9 @@ from ..planning.device import other_device_reasons
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT, Directions
 from ..planning.plan import KernelPlan
-from ..planning.problem import Problem
-from ..planning.tangents import arrays_with_tangents, tangent_reasons, tangents_among
+from ..planning.problem import ArrayLayout, Problem
+from ..planning.tangents import tangent_reasons, tangents_among
 from .conversion import NAMESPACES, as_arrays, name_of_out
-
-_Wanted: TypeAlias = tuple[tuple[int, ...], np.dtype[np.generic]]  # the shape and dtype of an array
 
 
 def require_fit(
@@ -62,7 +59,7 @@ def require_fit(
         directions = Directions(f"Plan.{name}", tangents_among(arrays), cotangents)
         reasons = tangent_reasons(directions, problem, executor)
         arrays = {each: array for each, array in arrays.items() if each[: -len(DOT)] not in directions.tangents}
-    wanted = _wanted(problem)
+    wanted = problem.array_layouts()
     if isinstance(plan.work, WorkAtCall):
         wanted[AT_CALL] = (plan.work.source.nbytes,), np.dtype(np.uint8)
     reasons += _input_reasons(executor, arrays, wanted, needed)
@@ -88,29 +85,16 @@ def require_own_device(plan: KernelPlan) -> None:
     refuse(other_device_reasons(plan.device, gpu.current_device()))
 
 
-def _wanted(problem: Problem) -> dict[str, _Wanted]:
-    """Return the shape and dtype of each array that a pass may take."""
-    like_o = problem.o_shape(), problem.dtype
-    like_lse = problem.lse_shape(), problem.accumulator
-    return {
-        **{name: (shape, problem.dtype) for name, shape in problem.argument_shapes().items()},
-        **{operand.name: (operand.shape, operand.dtype) for operand in problem.operands},
-        **{"o": like_o, "do": like_o, f"o{DOT}": like_o},
-        **{"lse": like_lse, "dlse": like_lse, f"lse{DOT}": like_lse},
-    }
-
-
-def as_planned(problem: Problem, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def as_planned(problem: Problem, arguments: Mapping[str, Array]) -> dict[str, Array]:
     """Return other libraries' arrays converted by `as_arrays`, and lists as arrays of the planned dtypes."""
-    has_lists = any(map(is_list, arguments.values()))
-    dtypes = {name: dtype for name, (_, dtype) in _wanted(problem).items()} if has_lists else None
-    if dtypes is not None:
-        dtypes |= {f"{name}{DOT}": dtype for name, (_, dtype) in arrays_with_tangents(problem).items()}
-    return as_arrays(arguments, dtypes)
+    if not any(map(is_list, arguments.values())):
+        return as_arrays(arguments)
+    dtypes = {name: dtype for name, (_, dtype) in problem.array_layouts().items()}
+    return as_arrays(arguments, dtypes | {f"{name}{DOT}": dtype for name, dtype in dtypes.items()})
 
 
 def _input_reasons(
-    executor: str, arrays: Mapping[str, Array], wanted: Mapping[str, _Wanted], needed: Sequence[str]
+    executor: str, arrays: Mapping[str, Array], wanted: Mapping[str, ArrayLayout], needed: Sequence[str]
 ) -> list[str]:
     """Return why arrays do not match the plan; operands in `needed` must be among them."""
     reasons = [
@@ -137,18 +121,16 @@ def _input_reasons(
 
 def _location_reasons(executor: str, name: str, array: Array) -> list[str]:
     """Return why the executor cannot access an array."""
-    wanted_namespace = NAMESPACES[executor]
-    if namespace(array).__name__ != wanted_namespace:
-        return [
-            f"{name} must be a {wanted_namespace} array for executor={executor!r}; "
-            f"got {kind_of(array)}: copy it with {COPIES[wanted_namespace]}"
-        ]
+    library = NAMESPACES[executor]
+    if namespace(array).__name__ != library:
+        rule = f"{name} must be a {library} array for executor={executor!r}"
+        return [f"{rule}; got {kind_of(array)}: copy it with {COPIES[library]}"]
     reasons = [] if executor == "cpu" else layout_reasons(name, array)
     return reasons + (device_reasons(name, array) if executor == "gpu" else [])
 
 
 def _output_reasons(
-    executor: str, name: str, array: Any, wanted: _Wanted, inputs: Mapping[str, Array]
+    executor: str, name: str, array: Array, wanted: ArrayLayout, inputs: Mapping[str, Array]
 ) -> list[str]:
     """Return why an array cannot be written to as a result."""
     shape, dtype = wanted

@@ -14,7 +14,7 @@ from ..errors import UnsupportedProblem, collecting
 from ..executors._bound_plan import EXECUTORS
 from ..executors._layout_key import layout_key
 from ..executors import checks, cpu_mass, gpu
-from ..executors.launch import BoundPass
+from ..executors.launch import BoundPass, PassLayout
 from ..keywords import explains_keywords
 from ..masks.shape import block_pair
 from ..planning._call_cache import CALLS
@@ -108,7 +108,7 @@ def block_mass(
     else:
         kernels = mass_kernels(problem, ready._plan.device, sides, ready._plan.work, has_lse=lse is not None)
         mass_plan = replace(ready._plan, kernels=kernels)
-        call = EXECUTORS[ready.executor].bind(mass_plan, "forward", arrays_by_name, outputs, pins=True)
+        call = EXECUTORS[ready.executor].bind(mass_plan, PassLayout("forward", arrays_by_name, outputs, pins=True))
         if key is not None and not checks.is_on():
             CALLS.put(key, (mass_plan, call))
         check = checks.Check(xp, arrays_by_name) if checks.is_on() else None
@@ -172,7 +172,8 @@ def bound_block_mass(
         "mass": ShapeDtype(mass_shape(problem, sides), problem.accumulator),
         "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),
     }
-    return BoundMass(gpu.bound_pass(replace(plan, kernels=kernels), "forward", {"q": q, "k": k}, outputs), outputs)
+    layout = PassLayout("forward", {"q": q, "k": k}, outputs)
+    return BoundMass(gpu.bound_pass(replace(plan, kernels=kernels), layout), outputs)
 
 
 def _planned(

@@ -105,7 +105,7 @@ def indices_are_those_of_their_blocks(library: ModuleType) -> None:
         on_host = library.masks.BlockPattern(blocks, block) & mask
         expected = library.BlockIndex.from_mask(on_host, block=block, **frame._asdict())
         source, array = source_of(pattern.resolve(frame), frame, block)
-        index = made_by.IndexMaker(source, Simulator())(array._host.ctypes.data, None)
+        index = made_by.IndexMaker(source, Simulator())([array._host.ctypes.data], None)
         for name in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
             got, count = getattr(index, name), expected.num_entries
             got = got[:count] if name in ("indices", "kinds", "tiles") else got
@@ -265,7 +265,10 @@ FAULTS = {
         "no block of row intervals is there": Edit(
             INDEX, "IntervalIndexMaker.__init__", "np.ones(1, bool)", "np.zeros(1, bool)"
         ),
-        "each index binds its kernels": Edit(INDEX, "_maker", "CALLS.put(key, cached)", "pass"),
+        "each index binds its kernels": Edit(
+            INDEX, "_maker", "CALLS.get_or_make(key, lambda: (_new_maker(mask.resolve(shape), shape, block),))",
+            "(_new_maker(mask.resolve(shape), shape, block),)",
+        ),
         "no index is remembered": Edit(
             "blocks/index.py", "BlockIndex.from_mask", "if index is not None:", "if False:"
         ),

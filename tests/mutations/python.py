@@ -28,7 +28,7 @@ FAULTS = {
             "start=segment.start + remaining + 1)",
         ),
         "heads are grouped by remainder": Edit(
-            "executors/cpu.py", "HostCall._rows_of", ".h // self.group_size)", ".h % self.plan.problem.num_kv_heads)"
+            "executors/cpu.py", "HostCall.rows_of", ".h // self.group_size)", ".h % self.plan.problem.num_kv_heads)"
         ),
         "only the first head of a group gives dk and dv": Edit(
             "executors/cpu.py", "HostCall.backward_columns", "for head in range(self.group_size", "for head in range(1"

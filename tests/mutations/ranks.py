@@ -572,7 +572,7 @@ FAULTS = {
             DRAWN, "dropout_places", '"num_heads_of_all": of_all.num_heads', '"num_heads_of_all": num_heads'
         ),
         "kernels do not know that they are placed": Edit(
-            DRAWN, "_drawing", "dropout_is_placed=is_placed", "dropout_is_placed=False"
+            DRAWN, "pass_with_dropout", "dropout_is_placed=bool(places)", "dropout_is_placed=False"
         ),
     },
 }  # fmt: skip

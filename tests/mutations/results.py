@@ -135,9 +135,9 @@ FAULTS = {
             BOUND, "BoundMerge.__call__", "if not self._is_dense:", "if False:"
         ),
         "a graph writes to memory that is free": Edit(
-            BOUND, "BoundMerge.__call__", "self._captured += [o, lse,", "self._captured += [lse,"
+            BOUND, "_Allocating.__call__", "[*read, *results, *workspaces]", "[*read, *results[1:], *workspaces]"
         ),
-        "lses are outputs": Edit(BOUND, "BoundMerge.__call__", "(*of_outs, *of_lses,", "(*of_lses, *of_outs,"),
+        "lses are outputs": Edit(BOUND, "BoundMerge.__call__", "(*of_outs, *of_lses)", "(*of_lses, *of_outs)"),
         "runs are rounded to the dtype of o": Edit(
             MERGING, "_merged_in_stages", "out.astype(lses[0].dtype, copy=False)", "out"
         ),
@@ -160,7 +160,9 @@ FAULTS = {
         "the mask is compared with itself": Edit(
             RECALL, "compared", "compared_on_device(o, lse,", "compared_on_device(o, kept_lse,"
         ),
-        "each call makes a kernel": Edit(BOUND, "compared", "CALLS.put(key, compare)", "pass"),
+        "each call makes a kernel": Edit(
+            BOUND, "compared", 'CALLS.get_or_make(("compare", layout_key(*results)), make)', "make()"
+        ),
         "workspaces are lost": Edit(
             "executors/launch.py", "BoundPass.launch", "workspaces.give_back(stream, taken)", "pass"
         ),

@@ -262,7 +262,7 @@ FAULTS = {
     },
     score_guards.results_are_right: {
         "the function is applied after the mask": Edit(
-            CPU, "HostCall.forward_rows",
+            CPU, "HostCall.score_steps",
             "\n            if self.score is not None:\n                self.score.apply(s, self._row_places(tiles, "
             "steps))\n            self._mask_keys(tiles, steps, s, -np.inf)\n            ",
             "\n            self._mask_keys(tiles, steps, s, -np.inf)\n            if self.score is not None:\n        "

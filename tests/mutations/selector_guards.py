@@ -139,7 +139,7 @@ def fixed_blocks_stay(library: ModuleType) -> None:
         return lists
 
     stream = SimpleNamespace(is_capturing=lambda: False)
-    target = SimpleNamespace(guarded=guarded, sent=np.copy, mask_address=id, current_stream=lambda: stream)
+    target = SimpleNamespace(guarded=guarded, sent=np.copy, mask_address=id, stream=lambda: stream)
     selection = selecting.FixedSelection(np.eye(2, dtype=bool), lambda blocks: lambda *arguments: arguments, target)
     assert selection.makes_index and selection("q", "k") == (id(lists.arrays["kept"]), stream)
     assert streams == [stream] and selection not in selecting.gpu._pinned
@@ -204,7 +204,7 @@ def _target_of(workspaces: Any) -> tuple[Any, Any, list[Any]]:
 
     memory = workspace_memory.memory()
     target = SimpleNamespace(
-        workspaces=lambda needs: workspaces(needs, memory), current_stream=lambda: stream, address=memory.address,
+        workspaces=lambda needs: workspaces(needs, memory), stream=lambda: stream, address=memory.address,
         tensor_map=None, lists=None, launcher=launcher,
     )  # fmt: skip
     return target, stream, launched

@@ -38,8 +38,8 @@ FAULTS = {
     },
     selector_guards.the_host_sums_masses: {
         "masses overwrite each other": Edit(MASS, "_add_to_grid", "+= sums.T", "= sums.T"),
-        "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * tiles.power(row_max - shift)", "row_sum"),
-        "lse is in base 2 already": Edit(MASS, "_from_lse", "lse / tiles.natural", "lse"),
+        "sums are not rescaled": Edit(MASS, "_from_scores", "row_sum * call.power(row_max - shift)", "row_sum"),
+        "lse is in base 2 already": Edit(MASS, "_from_lse", "lse / call.wide(call.natural)", "lse"),
         "means are over all queries": Edit("study/_masses.py", "_mean", "lse != -np.inf", "lse == lse"),
         "a row without a key divides by 0": Edit("study/_masses.py", "_mean", "xp.maximum(counts, 1)", "counts"),
     },
@@ -294,7 +294,7 @@ FAULTS = {
         ),
         "lists are made of the index's array": Edit(AT_CALL, "_work_of_carried", ", carried=carried", ""),
         "an intersection has the closed form's keys": Edit(
-            AT_CALL, "ListSource.rows_within", "if self.rows is not None:", "if False:"
+            AT_CALL, "ListSource.rows_within", "if own is None:", "if True:"
         ),
         "the array of an index has the axes of another": Edit(AT_CALL, "in_blocks", "axes[axis + 1 :]", "axes[axis:]"),
         "elements are taken for blocks": Edit(AT_CALL, "in_blocks", "element=self.block", "element=(1, 1)"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...blocks.work_list import IntervalWork, WorkList
 from ..device import DeviceSpec
-from ..launches import MATRICES, DqSemaphoreOrder, Feature, Launch, Pass, Workspace
+from ..launches import MATRICES, POINTER, DqSemaphoreOrder, Feature, Launch, Pass, Workspace, structure
 from ..options import DOT
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
@@ -21,7 +21,7 @@ from .family import (
 )  # fmt: skip
 
 # Statistics of queries and semaphores of dQ that sm90 kernels share; mirrors kernels_cu/sm90/query_state.cuh.
-QUERY_STATE = np.dtype([("query_stats", MATRICES), ("dq_semaphores", np.uint64)], align=True)
+QUERY_STATE = structure((MATRICES, "query_stats"), (POINTER, "dq_semaphores"))
 _COUNTS = 2  # counters in the semaphore of a head
 _SECOND_STATISTICS = Entry(family=SIMT, name="backward_jvp_statistics", loads_do=True)
 _STATISTICS_ROWS = 16  # rows of a block of that kernel, whose threads share no other rows
@@ -83,10 +83,8 @@ def backward_jvp_pass(
     kernels = Pass(launches, dict.fromkeys(deltas, workspace) | counters)
     if "sink" not in problem.wrt:
         return kernels
-    launches[statistics.entry.name] = replace(
-        first, spec=replace(statistics, has_sink=True), writes=(*first.writes, "delta"), features=("sink",),
-        reads=(*first.reads, "sink", *(f"sink{DOT}",) * ("sink" in rows.tangents)),
-    )  # fmt: skip
+    reads = ("sink", *(f"sink{DOT}",) * ("sink" in rows.tangents))
+    launches[statistics.entry.name] = first.taking("sink", reads=reads, writes=("delta",), has_sink=True)
     kernels = sink_backward(replace(kernels, workspaces={**kernels.workspaces, "delta": workspace}), problem)
     roles = {"sink_gradient": "backward_jvp_sink"}  # a plan's passes must not share a role
     return replace(kernels, launches={roles.get(role, role): launch for role, launch in kernels.launches.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..chosen_lists import NAME, UnionTiling, UnionWork
@@ -10,13 +9,13 @@ from ..device import DeviceSpec
 from ..launches import Feature, Kernels, Launch, Pass, Workspace
 from ..problem import Problem
 from ..sinks import sink_forward
-from ..spec import SM90, KernelSpec
+from ..spec import SM90
 from ._passes import QUERY_STATE, backward_pass, tile_counters
-from .family import FORWARD_INPUTS, launch_of
+from .family import FORWARD_INPUTS, Family, launch_of
 
 
 def union_kernels(
-    problem: Problem, device: DeviceSpec, work: UnionWork, specs: Mapping[str, KernelSpec]
+    family: Family, problem: Problem, device: DeviceSpec, work: UnionWork, *, deterministic: bool
 ) -> Kernels:
     """Return the launches of both passes for block lists per query.
 
@@ -26,6 +25,7 @@ def union_kernels(
         "forward", "backward_statistics", "backward", and "backward_rows" or "convert_dq".
     """
     tiling, feature = work.tiling, work.feature
+    specs = family.union_specs(problem, device, tiling.block, tiling.heads_per_tile, deterministic=deterministic)
     tiles = problem.num_heads // tiling.heads_per_tile * tiling.num_tiles
     counted = tile_counters(specs["forward"], is_zeroed=True)
     launch = launch_of(specs["forward"], device, tiles, FORWARD_INPUTS, ("o", "lse", *counted), (NAME,))

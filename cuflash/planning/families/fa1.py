@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from ...arrays import HALVES
 from ...blocks.work_list import WorkList
 from ..device import DeviceSpec
-from ..launches import MATRICES, Feature, Kernels, Pass, Workspace
+from ..launches import MATRICES, Feature, Kernels, Pass, Workspace, structure
 from ..problem import Problem
 from ..spec import FA1, Entry, KernelSpec
 from .family import (
@@ -29,7 +27,7 @@ from .family import (
 )
 from .sm80 import Sm80
 
-RUNNING = np.dtype([("running_o", MATRICES), ("running_statistics", MATRICES)], align=True)
+RUNNING = structure((MATRICES, "running_o", "running_statistics"))
 _WIDEST = 128  # maximum head_dim and value_dim
 _ROWS_OF_WARP = 16
 _STATE_BYTES = 52  # bytes of the state of a thread block's outer loop

@@ -6,13 +6,13 @@ import numpy as np
 
 from ...blocks.work_list import ListedWork, WorkList
 from ..device import DeviceSpec
-from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
+from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace, structure
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import NAIVE, Entry, KernelSpec
 from .family import Family, key_tiles, launch_of, list_block_of, num_tiles
 
-SCORE_MATRICES = np.dtype([("scores", MATRICES), ("score_gradients", MATRICES)], align=True)
+SCORE_MATRICES = structure((MATRICES, "scores", "score_gradients"))
 _SIDE = 32  # rows and columns of a tile, and columns that are multiplied at a time
 
 

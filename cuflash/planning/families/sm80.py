@@ -16,7 +16,7 @@ from ...arrays import HALVES
 from ...blocks.work_list import IntervalWork, ListedWork, WorkList
 from ..chosen_lists import ROWS, UnionWork
 from ..device import DeviceSpec
-from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace
+from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace, structure
 from ..problem import Problem
 from ..sinks import sink_forward
 from ..spec import SM80, Entry, KernelSpec
@@ -120,7 +120,7 @@ _UNION_BACKWARD: _Tiles = {
 _LEAST_HEADS_OF_ROWS = 8  # of a tile of neighbouring queries whose dQ has a kernel of its own
 _UNION_DIMS = (32, 64, 128, 256)  # dimensions of these kernels, both head_dim and value_dim
 _MMA_SIDE = 16  # rows and columns of a warp's products are multiples of this
-PARTS = np.dtype([("o_parts", MATRICES), ("lse_parts", MATRICES)], align=True)
+PARTS = structure((MATRICES, "o_parts", "lse_parts"))
 MASS_CHUNK = 64  # columns per chunk if the block mass kernel loads rows in chunks
 _MASS_QUERIES, _LEAST_MASS_KEYS = 128, 8  # queries of that kernel's tile, and its smallest block of keys
 
@@ -246,11 +246,7 @@ class Sm80(Family):
     ) -> Kernels:
         """Return the launches. `num_splits` thread blocks divide each tile's keys; by default, the fastest number."""
         if isinstance(work, UnionWork):
-            tiling = work.tiling
-            specs = self.union_specs(
-                problem, device, tiling.block, tiling.heads_per_tile, deterministic=deterministic
-            )
-            return union_kernels(problem, device, work, specs)
+            return union_kernels(self, problem, device, work, deterministic=deterministic)
         chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
         forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
         return Kernels(

@@ -177,11 +177,7 @@ class Sm90(Family):
         deterministic: bool = False,
     ) -> Kernels:
         if isinstance(work, UnionWork):
-            tiling = work.tiling
-            specs = self.union_specs(
-                problem, device, tiling.block, tiling.heads_per_tile, deterministic=deterministic
-            )
-            return union_kernels(problem, device, work, specs)
+            return union_kernels(self, problem, device, work, deterministic=deterministic)
         largest = list_block_of(work)
         num_keys = None if largest is not None else _mean_visible_keys(work, problem)
         chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)

@@ -6,8 +6,6 @@ sum of the current step. Since tensor cores keep only 14 bits of a sum of e4m3 p
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...arrays import UP_TO_FLOAT32
 from ...blocks.work_list import WorkList
 from ...errors import UnsupportedProblem
@@ -143,11 +141,7 @@ class Sm90Fp8(Family):
         assert rows is not None
         spec = self.specs(problem, device, list_block_of(work))["forward"]
         forward = forward_pass(problem, device, work, spec, (*FORWARD_INPUTS, *SCALE_ARRAYS))
-        launch = forward.launches["forward"]
-        forward = replace(
-            forward, launches={"forward": replace(launch, features=(*launch.features, "scales"))},
-            features=(*forward.features, rows.feature()),
-        )  # fmt: skip
+        forward = forward.changed(lambda _, launch: launch.taking("scales"), rows.feature())
         blocks = resident_blocks(spec, device)
         order = forward_order(problem, device, work, (spec.block_q, spec.block_kv), blocks)
         return Kernels(forward=forward, backward=Pass({}), order=order)
