@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays import is_array, namespace
+from ..layouts import overlap
 from ..planning.options import Directions
 from ..planning.tangents import shown
-from ..plans.conversion import as_arrays
+from ..plans.conversion import as_arrays, name_of_out
 
 
 def arrays_of(tangents: Any) -> list[Any]:
@@ -31,3 +33,13 @@ def known_directions(directions: Directions, arrays: dict[str, Any]) -> Directio
         cotangents={name: known[name] for name in directions.cotangents},
         tangents={name: tangents[shown(name)] for name in directions.tangents},
     )
+
+
+def overwritten_reasons(outs: dict[str, Any], directions: Directions) -> list[str]:
+    """Return why a call cannot write its results: a later pass reads tangents, which must not change until then."""
+    return [
+        f"{name_of_out(result, outs)} must not overlap {shown(name)} in memory: pass a separate array"
+        for result, out in outs.items()
+        for name, tangent in directions.tangents.items()
+        if is_array(out) and is_array(tangent) and namespace(out) is namespace(tangent) and overlap(out, tangent)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -198,6 +199,16 @@ def wrong_tangents_are_refused(library: ModuleType) -> None:
         raise AssertionError("a plan of kernels with tangents")
 
 
+def results_do_not_overwrite_tangents(library: ModuleType) -> None:
+    """Check tangents of calls that are asked to write o where a tangent is: they are right, or refused."""
+    q, k, v, dot = np.random.default_rng(0).standard_normal((4, 2, 6, 4))
+    expected = cuflash.attention_jvp(q, k, v, dot)[1]
+    for _ in range(2):
+        tangent = dot.copy()
+        with suppress(library.UnsupportedProblem):
+            assert np.allclose(library.attention_jvp(q, k, v, tangent, out=tangent)[1], expected)
+
+
 HOST, OF_SCORES, RULES = "executors/host_tangents.py", "executors/tile_tangents.py", "planning/tangents.py"
 BOUNDS, PROGRAM = "bounds/tangents.py", "scores/program.py"
 FAULTS = {
@@ -334,6 +345,11 @@ FAULTS = {
         "dK leaves q's tangent out": Edit("reference.py", "attention_hvp", "+ turned @ q_and_dot[1]", ""),
         "the sink stands still": Edit("reference.py", "attention_hvp", "(move - pushed.lse_dot) *", "0 *"),
         "slopes do not move": Edit("reference.py", "attention_hvp", "+ slope_dot * ds", ""),
+    },
+    results_do_not_overwrite_tangents: {
+        "o may be written over a tangent": Edit(
+            "calls/_forward.py", "run", "refuse(overwritten_reasons(outs, options.tangents))", "pass"
+        ),
     },
     wrong_tangents_are_refused: {
         "no tangent is one": Edit(RULES, "tangent_reasons", "if not names:", "if False:"),
