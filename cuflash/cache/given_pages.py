@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import describe, is_array, is_integer_dtype, to_host
 from ..errors import collecting, refuse
+from ..layouts import is_broadcast
 from ..plans.conversion import as_arrays
 from .arguments import dtype_of, numbers, overlap_reasons, page_reasons, row_reasons, size_reasons
 from .paged_rows import PagedRows
@@ -33,6 +34,11 @@ def checked_pages(
     reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
     with collecting(reasons):
         dtype_of(k.dtype, has_scales=False)
+    reasons += [
+        f"{name} must not be a broadcast view, since rows are written to it; got strides {each.strides}: pass a copy"
+        for name, each in (("k_pages", k), ("v_pages", v))
+        if is_broadcast(each)
+    ]
     reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # keys and values are written separately
     page_size, num_pages = int(k.shape[2]), int(k.shape[0])
     reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])

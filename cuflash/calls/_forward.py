@@ -89,13 +89,11 @@ def run(
         arrays, rows = kernel_calls.kernel_arrays(q, k, v), kernel_calls.rows_per_scale(q, k, v)
         facts = (v.source_dtype, q.shape, k.shape, v.shape, rows)
     arrays, outs = arrays | operands, {} if out is None else named_outputs(out)
-    dots = options.tangents.arrays().values() if isinstance(options.tangents, Directions) else ()
-    layout = layout_key(*arrays.values(), *outs.values(), *dots)
+    layout = layout_key(*arrays.values(), *outs.values(), *arrays_of(options.tangents))
     if layout is None or options.mask is not None and is_foreign(options.mask):
         arrays, outs, options = with_known_arrays(arrays, outs, options)
         layout = layout_key(*arrays.values(), *outs.values(), *arrays_of(options.tangents))
-    if outs and isinstance(options.tangents, Directions):
-        refuse(overwritten_reasons(outs, options.tangents))
+    refuse(overwritten_reasons(outs, options.tangents))
     looked_up = lookup(options, layout_key)
     contents, key = looked_up.contents, None
     wants_lse = has_gradient or return_lse

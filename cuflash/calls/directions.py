@@ -35,11 +35,13 @@ def known_directions(directions: Directions, arrays: dict[str, Any]) -> Directio
     )
 
 
-def overwritten_reasons(outs: dict[str, Any], directions: Directions) -> list[str]:
+def overwritten_reasons(outs: dict[str, Any], tangents: Any) -> list[str]:
     """Return why a call cannot write its results: a later pass reads tangents, which must not change until then."""
+    if not outs or not isinstance(tangents, Directions):
+        return []
     return [
         f"{name_of_out(result, outs)} must not overlap {shown(name)} in memory: pass a separate array"
         for result, out in outs.items()
-        for name, tangent in directions.tangents.items()
+        for name, tangent in tangents.tangents.items()
         if is_array(out) and is_array(tangent) and namespace(out) is namespace(tangent) and overlap(out, tangent)
     ]

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import Array, ShapeDtype, namespace
 from ..planning.plan import KernelPlan
+from ._host_tiles import KeptTiles
 from .checks import Check
 from .launch import BoundCall
 
@@ -26,7 +27,9 @@ def bind(
     """Return the function that runs a pass on arrays in the order of `inputs`."""
     names, run_pass = tuple(inputs), _PASSES[name]
 
-    def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
+    def call(
+        *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, tiles: KeptTiles | None = None
+    ) -> list[Array]:
         xp = namespace(arrays[0])
         new = {name: xp.empty(each.shape, each.dtype) for name, each in (*results.items(), *unwanted.items())}
         run_pass(plan, {**dict(zip(names, arrays)), **new})
