@@ -25,7 +25,7 @@ from ..plans.conversion import as_arrays, as_mask_of_arrays, named_outputs, outp
 from ..plans.fit import require_fit, require_ready
 from ..plans.plan import Plan, with_numbers
 from ..scores import Score
-from .directions import arrays_of, known_directions, overwritten_reasons
+from .directions import arrays_of, known_directions
 from ._call import Call, composed_score, planned
 
 
@@ -89,11 +89,11 @@ def run(
         arrays, rows = kernel_calls.kernel_arrays(q, k, v), kernel_calls.rows_per_scale(q, k, v)
         facts = (v.source_dtype, q.shape, k.shape, v.shape, rows)
     arrays, outs = arrays | operands, {} if out is None else named_outputs(out)
-    layout = layout_key(*arrays.values(), *outs.values(), *arrays_of(options.tangents))
+    dots = options.tangents.arrays().values() if isinstance(options.tangents, Directions) else ()
+    layout = layout_key(*arrays.values(), *outs.values(), *dots)
     if layout is None or options.mask is not None and is_foreign(options.mask):
         arrays, outs, options = with_known_arrays(arrays, outs, options)
         layout = layout_key(*arrays.values(), *outs.values(), *arrays_of(options.tangents))
-    refuse(overwritten_reasons(outs, options.tangents))
     looked_up = lookup(options, layout_key)
     contents, key = looked_up.contents, None
     wants_lse = has_gradient or return_lse

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from ..arrays import is_array, namespace
+from ..errors import UnsupportedProblem
 from ..layouts import overlap
 from ..planning.options import Directions
 from ..planning.tangents import shown
-from ..plans.conversion import as_arrays, name_of_out
+from ..plans.conversion import as_arrays, name_of_out, named_outputs
 
 
 def arrays_of(tangents: Any) -> list[Any]:
@@ -35,13 +37,18 @@ def known_directions(directions: Directions, arrays: dict[str, Any]) -> Directio
     )
 
 
-def overwritten_reasons(outs: dict[str, Any], tangents: Any) -> list[str]:
-    """Return why a call cannot write its results: a later pass reads tangents, which must not change until then."""
-    if not outs or not isinstance(tangents, Directions):
+def overwritten_reasons(out: Any, directions: Directions) -> list[str]:
+    """Return why a call cannot write to `out`: a later pass reads tangents, which must not change until then."""
+    outs = {} if out is None else named_outputs(out)
+    named = {name_of_out(result, outs): each for result, each in outs.items()}
+    tangents = {shown(name): each for name, each in directions.tangents.items()} if outs else {}
+    try:
+        arrays = as_arrays({**named, **tangents})
+    except UnsupportedProblem:  # the call refuses these arrays
         return []
     return [
-        f"{name_of_out(result, outs)} must not overlap {shown(name)} in memory: pass a separate array"
-        for result, out in outs.items()
-        for name, tangent in tangents.tangents.items()
-        if is_array(out) and is_array(tangent) and namespace(out) is namespace(tangent) and overlap(out, tangent)
-    ]
+        f"{name} must not overlap {tangent} in memory: pass a separate array"
+        for name, tangent in product(named, tangents)
+        if is_array(arrays[name]) and is_array(arrays[tangent])
+        and namespace(arrays[name]) is namespace(arrays[tangent]) and overlap(arrays[name], arrays[tangent])
+    ]  # fmt: skip

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..arrays import Array, namespace
+from ..errors import refuse
 from ..planning.options import DOT, Directions, Options
 from ..plans.plan import Gradients, named_gradients
 from ._forward import Forward, run
+from .directions import overwritten_reasons
 
 
 class Pushed(NamedTuple):
@@ -41,6 +43,7 @@ def push(
     q: Any, k: Any, v: Any, directions: Directions, options: Options, out: Any = None, return_lse: Any = True
 ) -> Pushed:
     """Run the passes "forward" and "jvp" on a user's arguments; only the first of identical calls checks them."""
+    refuse(overwritten_reasons(out, directions))
     forward = run(q, k, v, options._replace(tangents=directions), out, return_lse)
     plan, dots = forward.plan, directions.arrays()
     tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}

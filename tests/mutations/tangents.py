@@ -348,7 +348,7 @@ FAULTS = {
     },
     results_do_not_overwrite_tangents: {
         "o may be written over a tangent": Edit(
-            "calls/_forward.py", "run", "refuse(overwritten_reasons(outs, options.tangents))", "pass"
+            "calls/tangents.py", "push", "refuse(overwritten_reasons(out, directions))", "pass"
         ),
     },
     wrong_tangents_are_refused: {
