@@ -368,7 +368,7 @@ def attention_jvp(
     kernel, executor, precision, deterministic, q_start, kv_start : optional
         As in `attention`. On a GPU, kernels of "sm80" and "simt" compute the tangents, even if o comes from "sm90".
     out : array, or pair (o, lse), optional
-        As in `attention`, for o and lse; tangents are new arrays.
+        As in `attention`, for o and lse, and must not overlap tangents either; o_dot and lse_dot are new arrays.
     return_lse : bool
         If True, return (o, lse) and (o_dot, lse_dot) instead of o and o_dot.
 

@@ -519,9 +519,9 @@ def _location_reasons(mask: Mask, where: Namespace | None) -> list[str]:
     the device of q, because no call silently copies a caller's host arrays.
     """
     present, plain = (
-        {namespace(array) for array in held_arrays(mask, besides)}
+        {space for space in map(namespace, held_arrays(mask, besides)) if space.__name__ != "jax.numpy"}
         for besides in ((), (BlockPattern, IndexMask))
-    )
+    )  # without arrays that JAX traces: it calls plans with arrays on the device of q
     allowed = {where} if where is not None else present | {np}
     if len(present) <= 1 and plain <= allowed and present <= allowed | {np}:
         return []

@@ -33,8 +33,8 @@ def host_arrays(arguments: dict[str, Array]) -> list[Array]:
 
 def host_tangents(reasons: list[str], tangents: Any, problem: Problem) -> dict[str, Array]:
     """Return the tangents of a call's arrays by name; append to `reasons` why they are invalid."""
-    if not tangents or not isinstance(tangents, Mapping):
-        refusal = f"tangents must be a dict of arrays by name, or None; got {describe(tangents)}"
+    if not isinstance(tangents, Mapping) or not tangents:
+        refusal = f"tangents must be a non-empty dict of arrays by name, or None; got {describe(tangents)}"
         reasons += [] if tangents is None else [f"{refusal}: write tangents={{'q': q_dot}}"]
         return {}
     names = [*tangents]

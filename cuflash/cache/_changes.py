@@ -8,6 +8,7 @@ from numpy.typing import DTypeLike
 
 from ..arrays import Array, Namespace, describe, is_array, is_integer_dtype, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
+from ..layouts import is_broadcast
 from ..plans.conversion import as_arrays
 from ._state import CacheState
 from .arguments import (
@@ -160,6 +161,11 @@ def _checked_pages(
     reasons += row_reasons({"v_pages": v}, k, {"v_pages": (*k.shape[:3], "value_dim")})
     with collecting(reasons):
         dtype_of(k.dtype, has_scales=False)
+    reasons += [
+        f"{name} must not be a broadcast view, since rows are written to it; got strides {each.strides}: pass a copy"
+        for name, each in (("k_pages", k), ("v_pages", v))
+        if is_broadcast(each)
+    ]
     reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # keys and values are written separately
     page_size, num_pages = int(k.shape[2]), int(k.shape[0])
     reasons += page_reasons(page_size, num_pages) + size_reasons(head_dim=k.shape[3])

@@ -384,7 +384,7 @@ def _family_reasons(call: _Arguments) -> list[str]:
 
 def _tangent_reasons(call: _Arguments) -> list[str]:
     tangents = call.options.tangents
-    return [] if tangents == () else tangent_reasons(tangents, call.problem, call.executor)
+    return [] if type(tangents) is tuple and not tangents else tangent_reasons(tangents, call.problem, call.executor)
 
 
 def _mask_device_reasons(call: _Arguments) -> list[str]:

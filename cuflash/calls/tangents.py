@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
-from ..arrays import Array, namespace
+from ..arrays import Array, is_array, namespace
+from ..errors import UnsupportedProblem, refuse
+from ..layouts import overlap
 from ..planning.options import DOT, Directions, Options
-from ..plans.conversion import Out
+from ..planning.tangents import shown
+from ..plans.conversion import Out, as_arrays, name_of_out, named_outputs
 from ..plans.plan import Gradients, named_gradients
 from ._forward import Forward, run
 
@@ -43,6 +47,8 @@ def push(
     later: Sequence[str] = ("jvp",),
 ) -> Pushed:  # fmt: skip
     """Run the passes "forward" and "jvp" on a user's arguments; only the first of identical calls checks them."""
+    if out is not None:
+        refuse(_overwritten_reasons(out, directions))
     forward = run(q, k, v, options._replace(tangents=directions), out, return_lse, later)
     plan, dots = forward.plan, directions.arrays()
     tangents = {name: array for name, array in dots.items() if name.endswith(DOT)}
@@ -76,3 +82,20 @@ def _with_results(forward: Forward, name: str) -> dict[str, Array]:
     of_call = {each: forward.arrays[each] for each in ("q", "k", "v")} | {"o": forward.o, "lse": forward.lse}
     operands = {each: array for each, array in forward.arrays.items() if each not in of_call}
     return forward.plan._with_operands(name, of_call, operands)
+
+
+def _overwritten_reasons(out: Out, directions: Directions) -> list[str]:
+    """Return why a call cannot write to `out`: a later pass reads tangents, which must not change until then."""
+    outs = named_outputs(out)
+    named = {name_of_out(result, outs): each for result, each in outs.items()}
+    tangents = {shown(name): each for name, each in directions.tangents.items()}
+    try:
+        arrays = as_arrays({**named, **tangents})
+    except UnsupportedProblem:  # the call refuses these arrays
+        return []
+    return [
+        f"{name} must not overlap {tangent} in memory: pass a separate array"
+        for name, tangent in product(named, tangents)
+        if is_array(arrays[name]) and is_array(arrays[tangent])
+        and namespace(arrays[name]) is namespace(arrays[tangent]) and overlap(arrays[name], arrays[tangent])
+    ]  # fmt: skip

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 
-from ..arrays import describe, is_array, to_host
+from ..arrays import describe, is_array, is_number, to_host
 from ..blocks.index import BlockIndex
 from ..dropout import Dropout
+from ..masks.arrays import FromFunction
 from ..masks.base import Mask
-from ..masks.content import held_arrays
+from ..masks.content import held_arrays, held_masks
 from ..scores import Score
 
 _SHOWN = 60  # maximum number of characters of a value in a message
@@ -21,19 +24,34 @@ _SHOWN = 60  # maximum number of characters of a value in a message
 def fingerprint(value: Any) -> str:
     """Return a text that represents an argument; equal arguments have equal texts on all ranks."""
     if is_array(value):
-        host = np.ascontiguousarray(to_host(value))
-        digest = hashlib.sha1(host.view(np.uint8).tobytes() if host.ndim else host.tobytes()).hexdigest()[:8]
-        return f"{describe(value)} with digest {digest}"
+        return f"{describe(value)} with digest {_digest(np.ascontiguousarray(to_host(value)).tobytes())}"
     if isinstance(value, (BlockIndex, Mask)):
-        return f"{value!r} {[fingerprint(each) for each in held_arrays(value)]}"
+        masks = held_masks(value) if isinstance(value, Mask) else ()
+        functions = [each.function for each in masks if isinstance(each, FromFunction)]
+        return f"{value!r} {[fingerprint(each) for each in (*held_arrays(value), *functions)]}"
     if isinstance(value, Score):
         arrays = {name: fingerprint(each) for name, each in value.arrays.items()}
         return f"{value.name} {value.numbers} {arrays} {value.program!r}"
     if isinstance(value, Dropout):
         return f"{value!r} {fingerprint(value.seed)}"
-    if callable(value) and hasattr(value, "__code__"):
-        return f"{value.__name__} {value.__code__.co_code.hex()} {value.__code__.co_consts!r}"
+    if isinstance(value, partial):
+        arguments = [*map(fingerprint, value.args)], sorted(value.keywords.items())
+        return f"partial of {fingerprint(value.func)}, {arguments}"
+    if isinstance(value, FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or ()] + [*(value.__defaults__ or ())]
+        known = [fingerprint(each) for each in held if is_number(each) or is_array(each)]
+        return f"{value.__name__}() with digest {_digest(f'{_text_of_code(value.__code__)} {known}'.encode())}"
     return repr(value)
+
+
+def _text_of_code(code: CodeType) -> str:
+    """Return a text of compiled code without addresses, which differ between processes."""
+    constants = [_text_of_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()[:8]
 
 
 def refusal(offers: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> list[str]:

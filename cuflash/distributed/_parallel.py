@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Unpack
 
-from ..arrays import Array, as_dtype, describe, is_array, namespace
+from ..arrays import Array, as_dtype, describe, flag_reasons, is_array, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..executors import checks
 from ..keywords import explains_keywords, require_own_names
@@ -327,9 +327,9 @@ class ContextParallel:
         >>> distributed.run(rank, size=2)
         [(1, 4, 4), (1, 4, 4)]
         """
-        arrays, reasons = {"q": q, "k": k, "v": v}, list[str]()
+        arrays, reasons = {"q": q, "k": k, "v": v}, flag_reasons("return_lse", return_lse)
         layout = checks.is_on(), *((type(x), getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in (q, k, v))
-        prepared = self._known.get(layout)
+        prepared = None if reasons else self._known.get(layout)
         if prepared is None:
             reasons += (reason for name, array in arrays.items() for reason in self._array_reasons(name, array))
             if not reasons:
@@ -351,8 +351,9 @@ class ContextParallel:
             kind = "NumPy" if self._group._is_on_host else "CuPy"
             return [f"{name} must be a {kind} array, as this rank computes with them; got {describe(array)}"]
         if array.ndim >= 2 and array.shape[-2] != len(rows):
-            fix = f"make it by shard(), or take rows of the global array at cp.{'rows' if is_query else 'kv_rows'}"
-            return [f"{name} has {array.shape[-2]} rows here and this rank's layout has {len(rows)}: {fix}"]
+            own = "cp.rows" if is_query else "cp.kv_rows"
+            rule = f"{name} must have the {len(rows)} rows of this rank (axis -2); got {array.shape[-2]}"
+            return [f"{rule}: pass cp.shard({name}), or the rows {own} of the whole array"]
         shape = (*posed.shape.batch, heads, len(rows))
         if array.shape[:-1] != shape:
             wanted = ", ".join(map(str, (*shape, "dim")))
@@ -394,7 +395,8 @@ class ContextParallel:
         >>> run(rank, size=2)[0]
         [[0, 512], [512, 0]]
         """
-        dims = head_dim, head_dim if value_dim is None else value_dim
+        key_dim = whole_number("head_dim", head_dim, 1)
+        dims = key_dim, key_dim if value_dim is None else whole_number("value_dim", value_dim, 1)
         return self._posed.traffic(dims, as_dtype("dtype", dtype))
 
     def workspace_bytes(self, head_dim: int, dtype: Any = "float32") -> int:
@@ -422,7 +424,7 @@ class ContextParallel:
         >>> run(rank, size=1)
         [2048]
         """
-        return self._posed.workspace_bytes(head_dim, as_dtype("dtype", dtype))
+        return self._posed.workspace_bytes(whole_number("head_dim", head_dim, 1), as_dtype("dtype", dtype))
 
     def explain(self, head_dim: int = 128, dtype: Any = "float16", machine: Machine | None = None) -> str:
         """Return a text about the layout, the bytes that move, and the cost model's estimates for both methods.
@@ -450,7 +452,10 @@ class ContextParallel:
         ranks      8, method gather: key/value heads in groups of ...
         rows       1024 to 1024 queries in ...
         """
-        return self._posed.explain(head_dim, as_dtype("dtype", dtype), machine or Machine())
+        if machine is not None and not isinstance(machine, Machine):
+            raise UnsupportedProblem([f"machine must be a Machine or None; got {describe(machine)}"])
+        dim = whole_number("head_dim", head_dim, 1)
+        return self._posed.explain(dim, as_dtype("dtype", dtype), machine or Machine())
 
 
 def _like(x: Array) -> str:

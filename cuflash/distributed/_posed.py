@@ -413,7 +413,7 @@ def on_device(options: Options, xp: Any) -> Options:
 def argument_reasons(arguments: Mapping[str, Any], size: int) -> list[str]:
     """Return why the arguments of a call on several ranks break their rules."""
     counts = {name: arguments[name] for name in ("seqlen", "num_heads", "num_kv_heads", "seqlen_kv")}
-    reasons = count_reasons(**{name: each for name, each in counts.items() if each is not None})
+    reasons = count_reasons(**{name: each for name, each in counts.items() if each is not None or name != "seqlen_kv"})
     reasons += block_reasons(arguments["block"])
     heads, kv_heads, method = (arguments[name] for name in ("num_heads", "num_kv_heads", "method"))
     is_name = isinstance(method, str)
@@ -422,7 +422,7 @@ def argument_reasons(arguments: Mapping[str, Any], size: int) -> list[str]:
     if reasons:
         return reasons
     if not (is_int(heads) and is_int(kv_heads) and kv_heads > 0 and heads % kv_heads == 0):
-        return [f"num_heads must be a multiple of num_kv_heads; got {describe(heads)} and {describe(kv_heads)}"]
+        return [f"num_kv_heads must be at least 1 and divide num_heads; got {describe(kv_heads)} and {describe(heads)}"]
     if method == "heads" and kv_heads % size:
         rule = f"method='heads' needs num_kv_heads ({kv_heads}) to be a multiple of the {size} ranks"
         return [f"{rule}: use method='gather'"]

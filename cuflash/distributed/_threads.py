@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import describe, is_int, require_callable
+from ..arrays import describe, is_int
 from ..errors import refuse
 from ..keywords import explains_keywords
 from ._agreement import refusal
@@ -232,7 +232,8 @@ def run(
     >>> distributed.run(lambda group: group.rank, size=2)
     [0, 1]
     """
-    require_callable("function", function)
+    if not callable(function):
+        raise TypeError(f"function must be a function of a Group; got {describe(function)}")
     reasons = [*_rank_reasons(size, devices), *timeout_reasons(timeout)]
     if not (seed is None or is_int(seed) and seed >= 0):
         reasons.append(f"seed must be an int of at least 0, or None; got {describe(seed)}")

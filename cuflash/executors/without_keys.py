@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import Array, namespace
 from ..planning.plan import KernelPlan
+from ._host_tiles import KeptTiles
 from .checks import Check
 from .launch import BoundCall, PassLayout
 
@@ -16,7 +17,9 @@ def bind(plan: KernelPlan, of: PassLayout) -> BoundCall:
     """Return the function that runs a pass on arrays in the order of the inputs."""
     names, run_pass = tuple(of.inputs), _PASSES[of.name]
 
-    def call(*arrays: Array, numbers: Sequence[int] = (), check: Check | None = None) -> list[Array]:
+    def call(
+        *arrays: Array, numbers: Sequence[int] = (), check: Check | None = None, tiles: KeptTiles | None = None
+    ) -> list[Array]:
         xp = namespace(arrays[0])
         new = {name: xp.empty(each.shape, each.dtype) for name, each in {**of.results, **of.unwanted}.items()}
         run_pass(plan, {**dict(zip(names, arrays)), **new})

@@ -9,6 +9,7 @@ import jax
 from jax.interpreters import batching
 
 from ..blocks.index import BlockIndex
+from ..masks._chosen import ChosenBlocks
 from ..masks.arrays import reads_numbers
 from ..masks.base import Mask
 from ..masks.content import held_masks
@@ -56,7 +57,8 @@ def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
     if isinstance(options.score, Score):
         if any(each.op == "b" for each in options.score.program.instructions):
             return False
-        captured = {name for name in mapped if name.removesuffix(DOT) in options.score.arrays}
+        with_axis = mapped | _spread(one, mapped)
+        captured = {name for name in with_axis if name.removesuffix(DOT) in options.score.arrays}
         if captured and (len(of["q"]) == 2 or "bias" in of and len(of["bias"]) < 3):
             return False
     mask = options.mask
@@ -68,8 +70,11 @@ def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
         return hasattr(mask, "ndim") and mask.ndim <= 3
     if reads_numbers(mask):
         return False
-    with_arrays = {type(each) for each in held_masks(mask)} & OWN_AXES.keys()
-    return not any(name.startswith(MASK) for name in mapped) or len(with_arrays) == 1
+    if not any(name.startswith(MASK) for name in mapped):
+        return True
+    # The two arrays of ChosenBlocks have unequal numbers of axes.
+    kinds = {type(each) for each in held_masks(mask)}
+    return ChosenBlocks not in kinds and len(kinds & OWN_AXES.keys()) == 1
 
 
 def _at_once(one: Pass, arrays: Sequence[jax.Array], mapped: set[str]) -> list[jax.Array]:
@@ -84,11 +89,12 @@ def _at_once(one: Pass, arrays: Sequence[jax.Array], mapped: set[str]) -> list[j
         own, own_shape = array.shape[name in mapped :], of[name]
         if not has_heads and FROM_HEADS.get(name.removesuffix(DOT), 1) > 1:
             own, own_shape = (1, *own), (1, *own_shape)
-        missing = (1,) * (num_batch + _own_axes(one, name) - len(own_shape))
         is_mapped = name in mapped
+        has_axis = is_mapped or name in spread
+        missing = (1,) * (num_batch + _own_axes(one, name) - len(own_shape)) if has_axis else ()
         leading = (array.shape[0], *missing, *(1,) * (len(own_shape) - len(own))) if is_mapped else ()
         added.append(array.reshape(*leading, *own))
-        shapes.append((size, *missing, *own_shape) if is_mapped or name in spread else own_shape)
+        shapes.append((size, *missing, *own_shape) if has_axis else own_shape)
     results = bind_pass(one._replace(shapes=tuple(shapes)), *added)
     return [result.reshape(size, *each.shape) for result, each in zip(results, one.results)]
 

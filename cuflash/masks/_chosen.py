@@ -161,7 +161,8 @@ class ChosenBlocks(Mask):
             reasons.append(f"blocks must have seqlen_q={shape.seqlen_q} rows; got {axes[-2]}")
         if self.num_lists not in (1, shape.num_heads) and shape.num_heads % max(1, self.num_lists):
             reasons.append(
-                f"blocks must have 1, num_kv_heads or {shape.num_heads} (num_heads) heads; got {self.num_lists}"
+                f"blocks must have 1, num_kv_heads or {shape.num_heads} (num_heads) heads; got {self.num_lists}: "
+                "outside of calls, pass num_heads="
             )
         if self.counts is not None and not broadcasts_to(tuple(self.counts.shape), axes[:-1]):
             reasons.append(

@@ -153,6 +153,6 @@ def leading_reasons(
     axes = "q's axes before its length" if has_heads else "q's axes before its heads"
     numbers = "batch= and num_heads=" if has_heads else "batch="
     return [
-        f"{name}'s leading axes must broadcast to {wanted}; got {leading}: "
+        f"the leading axes of {name} must broadcast to {wanted}; got {leading}: "
         f"they stand for {axes}, or for {numbers} in toarray, picture and BlockIndex.from_mask"
     ]

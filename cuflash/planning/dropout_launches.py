@@ -67,7 +67,7 @@ def seed_array(dropout: Any) -> dict[str, Any]:
 
 def numbers_of(dropout: Dropout | None) -> tuple[int, ...]:
     """Return the numbers that a call with dropout passes to kernels, in the order of `NUMBERS`; () without dropout."""
-    return dropout._numbers if dropout is not None and dropout._draws.threshold else ()
+    return dropout._numbers if isinstance(dropout, Dropout) and dropout._draws.threshold else ()
 
 
 def require_number(dropout: Any) -> None:

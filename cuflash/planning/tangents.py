@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import Array, describe, is_array, namespace, no_array
 from ..errors import UnsupportedProblem
 from ..layouts import COPIES, kind_of, layout_reasons
+from ..masks.shape import broadcasts_to
 from .options import DOT, Directions
 from .problem import ArrayLayout, Problem
 
@@ -121,14 +122,17 @@ def _name_reasons(name: str, known: list[str], problem: Problem) -> list[str]:
     """Return why no array of this name can have a tangent."""
     if name in known:
         return []
-    if name.removesuffix("_dot") in (*known, *_OF_PASSES, *_OF_PARAMETERS):
+    is_cotangent = name in ("do", "dlse")
+    is_name = isinstance(name, str) and not is_cotangent
+    if is_name and name.removesuffix("_dot") in (*known, *_OF_PASSES, *_OF_PARAMETERS):
         rule = f"tangents must not name {name!r}, the tangent of a tangent, since third derivatives are not supported"
         return [f"{rule}: use finite differences of the second derivative"]
     operand = problem.operand(name)
     if operand is not None:
         return [f"tangents must name real arrays; got {name!r}, which holds {operand.dtype}: omit it"]
     arrays = ", ".join(map(repr, known))
-    return [f"tangents must name arrays of this call, which are {arrays}; got {describe(name)}"]
+    fix = f": pass {name}_dot= together with {name}=" if is_cotangent else ""
+    return [f"tangents must name arrays of this call, which are {arrays}; got {describe(name)}{fix}"]
 
 
 def _array_reasons(
@@ -146,9 +150,9 @@ def _array_reasons(
         return reasons
     like = f"{name}'s" if label != name else "o's" if name == "do" else "lse's"
     fixes = []
-    if actual != shape:
+    if actual != shape and broadcasts_to(actual, shape):
         fixes.append(f"np.broadcast_to({label}, {shape}) repeats it along further axes")
     if array.dtype != dtype:
         fixes.append(f"cast it with {label}.astype({dtype.name!r})")
-    rule = f"{label} must have {like} shape {shape} and dtype {dtype}"
-    return [*reasons, f"{rule}; got {actual} and {array.dtype}: {', '.join(fixes)}"]
+    rule, fix = f"{label} must have {like} shape {shape} and dtype {dtype}", f": {', '.join(fixes)}" if fixes else ""
+    return [*reasons, f"{rule}; got {actual} and {array.dtype}{fix}"]

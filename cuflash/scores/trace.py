@@ -364,6 +364,9 @@ def _require_signature(
         raise UnsupportedProblem(f"{name} must take ({wanted}); got {name}{signature}: {error}; {fix}") from None
 
 
+_LIBRARIES = ("numpy", "jax", "torch")  # a refusal names the caller's line that calls one of them
+
+
 def _located(error: Exception, name: str, refusal: str) -> str:
     """Start a refusal with the function and line that caused it, and the text of the line if the source is available.
 
@@ -372,7 +375,7 @@ def _located(error: Exception, name: str, refusal: str) -> str:
     location: tuple[FrameType, int] | None = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
-        if module not in (__name__, Builder.__module__) and module.partition(".")[0] != "numpy":
+        if module not in (__name__, Builder.__module__) and module.partition(".")[0] not in _LIBRARIES:
             location = frame, line
     if location is None:
         return f"{name}: {refusal}"

@@ -199,7 +199,8 @@ def antidiagonal(
         stride = whole_number("stride", stride, 1)
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, reasons)
     if any(side % stride for side in grid.block):
-        reasons.append(f"block must be multiples of stride={stride}; got {grid.block}")
+        fix = "pass stride=1" if grid.block[0] == 1 else "pass another stride="
+        reasons.append(f"block must be a multiple of stride={stride} along each axis; got {grid.block}: {fix}")
     if grid.q.shape[-1] * stride > 4096:
         reasons.append(f"stride must be at most 4096 / head_dim={4096 // grid.q.shape[-1]}; got {stride}")
     refuse(reasons)

@@ -267,7 +267,7 @@ def test_offsets_of_a_repeated_call_are_checked_again(cupy):
     for _ in range(2):
         cuflash.attention(*arrays, mask=masks.Sequences(cupy.asarray(OFFSETS[0])))
     wrong = {
-        "leading axes must broadcast": masks.Sequences(cupy.asarray(np.zeros((3, 4), np.int64))),
+        "leading axes of q_offsets must broadcast": masks.Sequences(cupy.asarray(np.zeros((3, 4), np.int64))),
         "must be on the same device as q": masks.Sequences(OFFSETS[0]),
     }
     for reason, mask in wrong.items():

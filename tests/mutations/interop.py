@@ -315,6 +315,15 @@ FAULTS = {
         "masks of functions number the entries": Edit(
             "masks/arrays.py", "reads_numbers", "FromFunction in kinds or", ""
         ),
+        "lists of blocks have as many batch axes as lengths": Edit(
+            "jax/_batching.py", "_takes_an_axis", "ChosenBlocks not in kinds and", ""
+        ),
+        "a shared bias of two axes has an axis of heads": Edit(
+            "jax/_batching.py", "_takes_an_axis", "mapped | _spread(one, mapped)", "mapped"
+        ),
+        "arrays of a mask may not be traced next to arrays of the host": Edit(
+            "blocks/work_list.py", "_location_reasons", 'if space.__name__ != "jax.numpy"', ""
+        ),
     },
     interop_guards.sharded_calls_of_jax_are_right: {
         "gradients of what devices share are not added up": Edit(

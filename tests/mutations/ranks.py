@@ -307,7 +307,7 @@ def faults_end_all_ranks(library: ModuleType) -> None:
     assert _raised(library, differs) == [f"{alike} has causal=True, rank 1 has causal=False"] * 2
     assert _raised(library, calls_another) == [f"{alike} asks for attention, rank 1 for unshard"] * 2
     first, second = _raised(library, does_not_fit)
-    assert first == second and "rank 1: q has 7 rows here and this rank's layout has 8" in first
+    assert first == second and "rank 1: q must have the 8 rows of this rank (axis -2); got 7" in first
 
 
 def _without_gradients(library: ModuleType, name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -213,6 +214,16 @@ def wrong_tangents_are_refused(library: ModuleType) -> None:
         raise AssertionError("a plan of kernels with tangents")
 
 
+def results_do_not_overwrite_tangents(library: ModuleType) -> None:
+    """Check tangents of calls that are asked to write o where a tangent is: they are right, or refused."""
+    q, k, v, dot = np.random.default_rng(0).standard_normal((4, 2, 6, 4))
+    expected = cuflash.attention_jvp(q, k, v, dot)[1]
+    for _ in range(2):
+        tangent = dot.copy()
+        with suppress(library.UnsupportedProblem):
+            assert np.allclose(library.attention_jvp(q, k, v, tangent, out=tangent)[1], expected)
+
+
 HOST, OF_SCORES, RULES = "executors/host_tangents.py", "executors/tile_tangents.py", "planning/tangents.py"
 BOUNDS, PROGRAM = "bounds/tangents.py", "scores/program.py"
 FAULTS = {
@@ -358,6 +369,11 @@ FAULTS = {
     overflow_has_no_bound: {
         "a weight of zero hides infinity": Edit(
             BOUNDS, "_sink_second_tolerance", "np.isneginf(operands.logit)", "np.exp(forward.log_p_sink) == 0"
+        ),
+    },
+    results_do_not_overwrite_tangents: {
+        "o may be written over a tangent": Edit(
+            "calls/tangents.py", "push", "refuse(_overwritten_reasons(out, directions))", "pass"
         ),
     },
     wrong_tangents_are_refused: {

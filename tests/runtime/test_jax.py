@@ -259,6 +259,8 @@ def test_masks_on_a_device_are_listed_by_kernels(tmp_path, monkeypatch):
         ({"executor": []}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got []"),
         ({"return_lse": 1}, "return_lse must be True or False; got 1"),
         ({"mask": 3}, "mask must be"),
+        ({"dropout": 0.1}, "dropout must be a Dropout; got 0.1: write dropout=cuflash.Dropout(0.1, seed=0)"),
+        ({"score": lambda s, b, h, i, j: jnp.tanh(s)}, "<lambda>, line "),
         ({"causal": "yes"}, "causal must be True, False, 'bottom_right' or 'top_left'; got 'yes'"),
     ],
 )

@@ -39,6 +39,7 @@ def call(**options):
 
 
 Q, K = drawn(B, H, S, D), drawn(B, 2, S, D)
+LISTS, LENGTHS = RNG.integers(-1, S // 2, (N, H, S, 2)), np.array([S, S - 1])
 KEYS = jax.random.key_data(jax.random.split(jax.random.key(0), N))
 CASES = {
     "q": ((np.stack([Q, -Q, 2 * Q]), K, K), (0, None, None), call()),
@@ -51,6 +52,25 @@ CASES = {
     ),
     "bias of two axes": (
         (Q, K, K, drawn(N, S, S)), (None, None, None, 0), call(bias=lambda library, bias: bias)
+    ),
+    "a shared bias of two axes": (
+        (np.stack([Q, -Q, 2 * Q]), K, K, drawn(S, S)), (0, None, None, None), call(bias=lambda library, bias: bias)
+    ),
+    "a shared slope of calls without heads": (
+        (drawn(N, S, D), drawn(S, D), drawn(S, D), drawn(1)), (0, None, None, None),
+        call(score=lambda library, slopes: library.scores.alibi(slopes)),
+    ),
+    "shared lists of blocks": (
+        (np.stack([Q, -Q, 2 * Q]), K, K, LISTS[0]), (0, None, None, None),
+        call(mask=lambda library, lists: library.masks.ChosenBlocks(lists, 2)),
+    ),
+    "lists of blocks, and lengths": (
+        (np.stack([Q, -Q, 2 * Q]), K, K, LISTS, LENGTHS), (0, None, None, 0, None),
+        call(mask=lambda library, lists, n: library.masks.Lengths(kv=n) & library.masks.ChosenBlocks(lists, 2)),
+    ),
+    "lengths, and documents of the host": (
+        (Q, K, K, RNG.integers(1, S, (N, B))), (None, None, None, 0),
+        call(mask=lambda library, n: library.masks.Lengths(kv=n) & library.masks.Documents(np.arange(S) // 4)),
     ),
     "bias of one entry": (
         (np.stack([Q, -Q, 2 * Q]), K, K, drawn(B, H, S, S)), (0, None, None, None),

@@ -602,6 +602,10 @@ MADE_WRONGLY = {
     "a stride of half a key": (
         lambda: masks.Compressed(2, 0.5), UnsupportedProblem, "stride must be an int of at least 1; got 0.5"
     ),
+    "elements of one head": (
+        lambda: ChosenBlocks(LISTS, 2).toarray(6, 10), UnsupportedProblem,
+        "blocks must have 1, num_kv_heads or 1 (num_heads) heads; got 2: outside of calls, pass num_heads=",
+    ),
     "neighbours that are none": (
         lambda: ChosenBlocks(LISTS, 2).distinct(queries=0), UnsupportedProblem, "queries must be an int of at least 1"
     ),
@@ -633,7 +637,7 @@ CALLED_WRONGLY = {
         masks.Lengths(kv=3) & ~ChosenBlocks(np.zeros((4, 6, 1), int), 2), "or 8 (num_heads) heads; got 4"
     ),
     "rows": (ChosenBlocks(LISTS[:, :5], 2), "blocks must have seqlen_q=6 rows; got 5"),
-    "leading axes": (ChosenBlocks(LISTS[None].repeat(3, 0), 2), "blocks's leading axes must broadcast to (); got (3,)"),
+    "leading axes": (ChosenBlocks(LISTS[None].repeat(3, 0), 2), "axes of blocks must broadcast to (); got (3,)"),
     "a number after the last block": (
         ChosenBlocks(at(1, 4, 2, value=5), 2),
         "blocks must hold block numbers from -1, which means no block, to 4 (seqlen_kv=10 in blocks of 2); "

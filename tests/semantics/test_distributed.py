@@ -3,12 +3,14 @@
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from cuflash.distributed import ContextParallel, Machine, PeerLost, run
 from cuflash.distributed import _model as model
+from cuflash.distributed._agreement import fingerprint
 from cuflash.distributed import _posed as posed_calls
 from cuflash.distributed import _processes as processes
 from cuflash.distributed._layout import Costs, dealt
@@ -654,6 +656,41 @@ def test_ranks_with_different_contents_of_arrays_are_refused():
     assert "rank 0 has mask=" in refused(rank)[0]
 
 
+@pytest.mark.parametrize("name", ["a name", "a number", "a default", "an inner function", "a partial", "a mask"])
+def test_ranks_with_different_functions_are_refused(name):
+    def rank(group):
+        own = group.rank == 1
+        functions = {
+            "a name": [lambda b, h, i, j: np.minimum(i, j) > 3, lambda b, h, i, j: np.maximum(i, j) > 3][own],
+            "a number": (lambda limit: lambda b, h, i, j: i + j > limit)(own + 3),
+            "a default": (lambda limit: lambda b, h, i, j, limit=limit: i + j > limit)(own + 3),
+            "an inner function": [
+                lambda b, h, i, j: (lambda x: x > 3)(i), lambda b, h, i, j: (lambda x: x > 4)(i)
+            ][own],
+            "a partial": partial(lambda limit, b, h, i, j: i + j > limit, own + 3),
+        }
+        functions["a mask"] = masks.FromFunction(functions["a number"]) & masks.Causal()
+        ContextParallel(group, seqlen=8, num_heads=1, mask=functions[name])
+
+    assert "rank 0 has mask=" in refused(rank)[0]
+
+
+def test_equal_functions_of_ranks_are_one_call():
+    def rank(group):
+        mask = masks.FromFunction(lambda b, h, i, j: (lambda x: x > 3)(i) | (j < 4)) & masks.Causal()
+        score = partial(lambda factor, s, b, h, i, j: factor * s, 2)
+        return ContextParallel(group, seqlen=8, num_heads=1, mask=mask, score=score).rows
+
+    assert len(np.concatenate(run(rank, size=2))) == 8
+
+
+def test_texts_of_functions_have_no_addresses():
+    source = "lambda b, h, i, j: (lambda x: x > 3)(i) & (j < limit)"
+    limit = 5
+    first, second = (eval(source, {"limit": limit}) for _ in range(2))
+    assert fingerprint(first) == fingerprint(second) and first.__code__.co_consts != ()
+
+
 def test_ranks_that_ask_for_other_calls_are_refused():
     def rank(group):
         cp, (q, k, v) = sharded(group)
@@ -664,9 +701,11 @@ def test_ranks_that_ask_for_other_calls_are_refused():
 
 WRONG = {
     "method='heads' needs num_kv_heads (4) to be a multiple of the 3 ranks: use method='gather'": {"method": "heads"},
-    "num_heads must be a multiple of num_kv_heads; got 4 and 3": {"num_kv_heads": 3},
+    "num_kv_heads must be at least 1 and divide num_heads; got 3 and 4": {"num_kv_heads": 3},
     "method must be 'auto', 'gather' or 'heads'; got 'ring'": {"method": "ring"},
+    "num_kv_heads must be at least 1 and divide num_heads; got 0 and 4": {"num_kv_heads": 0},
     "block must be an int of at least 1; got 0": {"block": 0},
+    "seqlen must be an int from 0 to 2**63 - 1; got None": {"seqlen": None},
     "seqlen must be an int from 0 to 2**63 - 1; got -1": {"seqlen": -1},
     "layout must be 'auto', 'contiguous', 'zigzag', or the rank of each of the 8 blocks; got 3.5": {"layout": 3.5},
     "q_start must be left out: ranks see the positions of the whole sequence; got 3": {"q_start": 3},
@@ -682,6 +721,27 @@ def test_wrong_arguments_are_refused_on_every_rank(sentence):
     assert refused(rank) == (sentence,)
 
 
+def test_wrong_arguments_of_methods_are_refused():
+    def rank(group):
+        cp = ContextParallel(group, seqlen=8, num_heads=2)
+        x = np.ones((2, 8, 4), np.float32)
+        wrong = {
+            "head_dim must be an int of at least 1; got 'a'": lambda: cp.traffic("a"),
+            "head_dim must be an int of at least 1; got 0": lambda: cp.workspace_bytes(0),
+            "head_dim must be an int of at least 1; got 1.5": lambda: cp.explain(1.5),
+            "value_dim must be an int of at least 1; got -1": lambda: cp.traffic(4, -1),
+            "machine must be a Machine or None; got 3": lambda: cp.explain(machine=3),
+            "return_lse must be True or False; got 1": lambda: cp.attention(x, x, x, return_lse=1),
+        }
+        for sentence, call in wrong.items():
+            with pytest.raises(UnsupportedProblem) as caught:
+                call()
+            assert caught.value.reasons == (sentence,)
+        return cp.attention(x, x, x).shape
+
+    assert run(rank, size=1) == [(2, 8, 4)]
+
+
 def test_arrays_that_do_not_fit_are_refused_on_every_rank():
     def rank(group):
         cp, (q, k, v) = sharded(group, layout="contiguous")
@@ -689,8 +749,8 @@ def test_arrays_that_do_not_fit_are_refused_on_every_rank():
 
     (reason,) = refused(rank)
     assert reason == (
-        "rank 1: k has 5 rows here and this rank's layout has 24: make it by shard(), or take rows of the global array "
-        "at cp.kv_rows"
+        "rank 1: k must have the 24 rows of this rank (axis -2); got 5: pass cp.shard(k), or the rows cp.kv_rows of "
+        "the whole array"
     )
 
 

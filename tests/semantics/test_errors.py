@@ -59,7 +59,7 @@ def test_a_wrong_array_is_named_with_its_rule_and_what_came(arrays, words):
         ({"mask": BlockIndex.from_blocks(np.ones((3, 1, 1), bool), 10, 10, 10)}, ["num_heads 1 or 4", "3"]),
         ({"mask": masks.BlockPattern(np.ones((2, 2), bool), 4)}, ["blocks must have shape (..., 3, 3)", "(2, 2)"]),
         ({"mask": masks.Documents(np.zeros(7, int))}, ["q_ids must have shape (..., seqlen_q=10)", "(7,)"]),
-        ({"mask": masks.Lengths(kv=np.ones(3, int))}, ["kv's leading axes must broadcast to (2,)", "(3,)"]),
+        ({"mask": masks.Lengths(kv=np.ones(3, int))}, ["the leading axes of kv must broadcast to (2,)", "(3,)"]),
         ({"executor": "gpu"}, ["executor='gpu' takes CuPy arrays", "pass cupy.asarray(q), or leave executor= out"]),
         ({"executor": "tpu"}, ["executor must be 'auto', 'cpu', 'gpu', 'sim'", "'tpu'"]),
         ({"executor": "sim", "kernel": "sm91"}, ["kernel must be 'auto', 'simt'", "'sm91'"]),

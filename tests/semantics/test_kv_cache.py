@@ -249,6 +249,12 @@ def test_pages_of_another_layout_are_used_where_they_lie() -> None:
     assert "which need 1 more page, but" in refused(lambda: cache.append(*more))
 
 
+def test_queries_without_heads_have_results_without_elements() -> None:
+    cache = a_cache()
+    o, lse = cache.attention(normal(3, 0, 1, 8), return_lse=True)
+    assert o.shape == (3, 0, 1, 8) and lse.shape == (3, 0, 1)
+
+
 @pytest.mark.parametrize("executor", ["cpu", pytest.param("sim", marks=needs_compiler)])
 def test_each_sequence_of_pages_in_a_file_has_a_plan_of_its_own(executor: Any, tmp_path: Path) -> None:
     """An array of a subclass has no layout that would distinguish the plan of one length from that of another."""
@@ -408,6 +414,10 @@ WRONG = {
     ),
     "broadcast out": (
         lambda: a_cache().attention(K, out=np.broadcast_to(np.float32(0), K.shape)), "out must be writeable"
+    ),
+    "broadcast pages": (
+        lambda: KVCache.over(np.broadcast_to(np.float32(0), (3, 2, 16, 8)), normal(3, 2, 16, 8), TABLE, [0, 0]),
+        "k_pages must not be a broadcast view, since rows are written to it; got strides (0, 0, 0, 0): pass a copy",
     ),
     "pages of three axes": (
         lambda: KVCache.over(K[0], K[0], TABLE, [0, 0]), "k_pages must have shape (num_pages, num_kv_heads, page_size"

@@ -281,7 +281,7 @@ WRONG = {
     ),
     "another batch": (
         lambda: masks.Sequences(np.tile(OFFSETS, (3, 1))).resolve(MaskShape((2,), 1, 10, 10)),
-        "q_offsets's leading axes must broadcast to (2,); got (3,)",
+        "the leading axes of q_offsets must broadcast to (2,); got (3,)",
     ),
     "unresolved": (
         lambda: masks.Sequences(np.tile(OFFSETS, (2, 1)))(0, 0, OFFSETS, OFFSETS), "call .resolve(shape) first"

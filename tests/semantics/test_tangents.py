@@ -15,7 +15,8 @@ from cuflash.testing import Example, Structure, assert_within
 from cuflash.testing.dual import Dual
 from cuflash.testing.formulas import Formula, formulas
 from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, movings, with_tangents
-from executors import is_long
+from executors import is_long, needs_compiler
+from foreign import Foreign
 from hypothesis import given, settings, strategies as st, target
 from test_score_programs import SHAPE, places, some_scores
 
@@ -518,8 +519,10 @@ IDS = cuflash.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(
         ({"tangents": {"q": X}}, "tangents must not name 'q': pass q_dot="),
         ({"tangents": {"q_dot": X}}, "'q_dot', the tangent of a tangent, .* third derivatives .* finite differences"),
         ({"tangents": X}, "tangents must be a dict of arrays by name, or None; got .*: write tangents="),
+        ({"tangents": {1: X}}, "tangents must name arrays of this call, which are 'q', .*; got 1$"),
         ({"q_dot": X, "executor": "sim", "kernel": "naive"}, "kernel='naive' does not support tangents; got some: use"),
         ({"tangents": {"sink": np.ones(1)}, "sink": np.ones(2, np.float32)}, r"tangents\['sink'\] must have sink's"),
+        ({"q_dot": X[:, :1, :2]}, r"q_dot must have q's shape .*; got \(2, 1, 2\) and float32$"),
     ],
 )  # fmt: skip
 def test_a_wrong_tangent_is_refused(options: dict[str, Any], message: str) -> None:
@@ -556,6 +559,10 @@ def test_a_plan_refuses_what_a_call_refuses() -> None:
         ready.jvp(X, X, X, o, lse, tangents={"bias": X})
     with pytest.raises(UnsupportedProblem, match="lse_dot must have shape"):
         ready.backward_jvp(o, X, X, X, o, lse, o, lse[0], X)
+    with pytest.raises(UnsupportedProblem, match="got 'dlse': pass dlse_dot= together with dlse="):
+        ready.backward_jvp(o, X, X, X, o, lse, o, lse, X, dlse_dot=lse)
+    with pytest.raises(UnsupportedProblem, match="tangents must be a name, or a tuple or list of names; got an array"):
+        cuflash.plan(X, X, X, tangents=X)
     for names in ("do", "bias", ("q", "o_dot")):
         with pytest.raises(UnsupportedProblem, match="tangents must (not )?name"):
             cuflash.plan(X, X, X, tangents=names)
@@ -572,6 +579,26 @@ def test_out_is_written_by_the_call() -> None:
     out = np.empty_like(X), np.empty((2, 3), np.float32)
     (o, lse), _ = cuflash.attention_jvp(X, X, X, X, out=out, return_lse=True)
     assert o is out[0] and lse is out[1]
+
+
+@pytest.mark.parametrize("executor", ["cpu", pytest.param("sim", marks=needs_compiler)])
+def test_results_do_not_overwrite_tangents(executor: str) -> None:
+    """The pass "jvp" reads tangents after o has been written."""
+    tangent, bias = X.copy(), np.ones((2, 3, 3), np.float32)
+    memory = np.ones(X.size + bias.size, np.float32)
+    bias_dot = memory[:bias.size].reshape(bias.shape)
+    cases = [({}, tangent, "out must not overlap q_dot"), ({}, tangent[::-1], "out must not overlap q_dot")]
+    cases += [({"bias": bias}, memory[1 : X.size + 1].reshape(X.shape), r"out must not overlap tangents\['bias'\]")]
+    for options, out, message in cases:
+        dots = {"tangents": {"bias": bias_dot}} if options else {}
+        for is_foreign in (False, False, True):
+            q_dot = Foreign(tangent) if is_foreign else tangent
+            with pytest.raises(UnsupportedProblem, match=message):
+                cuflash.attention_jvp(X, X, X, q_dot, out=out, executor=executor, **options, **dots)
+    assert (tangent == 1).all() and (memory == 1).all()
+    cuflash.attention_jvp(X, X, X, tangent, out=np.empty_like(X), executor=executor)
+    with pytest.raises(UnsupportedProblem, match="out must not overlap q_dot"):  # also in a repeated call
+        cuflash.attention_jvp(X, X, X, tangent, out=tangent, executor=executor)
 
 
 # Plans
