@@ -17,7 +17,7 @@ from .rounding import SECOND_ORDER, Rounding, limits, rounded_up, roundoff, unde
 
 
 class Cotangents(NamedTuple):
-    """do and dlse in float64, 0 where they have no effect."""
+    """Cotangents of o and lse in float64, do and dlse; they are 0 where they have no effect."""
 
     do: Array
     dlse: Array | float

@@ -65,9 +65,8 @@ class Forward(NamedTuple):
 
 
 def run(
-    q: Array, k: Array, v: Array, options: Options, out: Out, return_lse: bool = True,
-    later: Sequence[str] = ("backward",),
-) -> Forward:  # fmt: skip
+    q: Array, k: Array, v: Array, options: Options, out: Out, return_lse: bool, later: Sequence[str] = ("backward",)
+) -> Forward:
     """Run the forward pass of a call with the arguments of the user; only the first of identical calls checks them.
 
     `later` are the passes that the caller runs next, as in `Plan._bind`. If there are any, the result has lse whatever

@@ -61,7 +61,7 @@ class _ByArrays:
             out = None if outs is NEW else tuple(None if each is None else self._array(each) for each in outs)
             arrays = dict(zip(self.names, map(self._array, tensors)))
             q, k, v = (arrays[name] for name in self.names[:3])
-            self._ready, _, *results = run(q, k, v, _over(arrays, self._options), out)
+            self._ready, _, *results = run(q, k, v, _over(arrays, self._options), out, return_lse=True)
         return returned(outs, (as_tensor(array) for array, each in zip(results, outs) if each is None))
 
     def run(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
