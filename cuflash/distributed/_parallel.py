@@ -10,6 +10,7 @@ from ..errors import UnsupportedProblem, collecting
 from ..executors import checks
 from ..keywords import explains_keywords, require_own_names
 from ..planning.options import Options, VjpOptions
+from ..plans.conversion import as_arrays
 from ._agreement import fingerprint
 from ._group import Group
 from ._model import Machine
@@ -109,6 +110,11 @@ class ContextParallel:
             f"{name} must be left out: ranks see the positions of the whole sequence; got {describe(options[name])}"
             for name in ("q_start", "kv_start") if name in options
         ]  # fmt: skip
+        if options.get("sink") is not None:
+            with collecting(reasons):
+                options["sink"] = as_arrays({"sink": options["sink"]})["sink"]
+            if not is_array(options["sink"]):
+                reasons.append(f"sink must be an array of shape (num_heads,); got {describe(options['sink'])}")
         if not reasons:
             with collecting(reasons):
                 self._posed = Posed.of(arguments, Options(**options), group.size)

@@ -709,8 +709,15 @@ WRONG = {
     "seqlen must be an int from 0 to 2**63 - 1; got -1": {"seqlen": -1},
     "layout must be 'auto', 'contiguous', 'zigzag', or the rank of each of the 8 blocks; got 3.5": {"layout": 3.5},
     "q_start must be left out: ranks see the positions of the whole sequence; got 3": {"q_start": 3},
+    "sink must be an array of shape (num_heads,); got 'a'": {"sink": "a"},
     "layout must have ranks from 0 to 2; got 0 to 3": {"layout": [0, 1, 2, 3, 0, 1, 2, 0]},
 }
+
+
+def test_a_sink_may_be_a_list():
+    arrays = arrays_of((2, 8, 8), 2)
+    listed, array = (on_ranks(2, arrays, {"sink": sink}, block=2) for sink in ([0.5, -1.0], np.array([0.5, -1.0])))
+    np.testing.assert_array_equal(listed[0]["o"], array[0]["o"])
 
 
 @pytest.mark.parametrize("sentence", WRONG)
