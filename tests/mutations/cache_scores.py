@@ -103,12 +103,13 @@ def steps_are_of_their_score(library: ModuleType) -> None:
     original = steps.layout_key
     steps.layout_key = lambda *arrays: tuple(array.shape for array in arrays)
     try:
-        q, options = np.zeros((1, 2, 1, 8)), (True, None, None, "auto", "auto", "ieee")
+        q, options = np.zeros((1, 2, 1, 8)), steps.RequestedOptions(True, None, None, "auto", "auto", "ieee")
         scores = library.scores
         functions = [scores.softcap(3.0), scores.softcap(5.0), *(scores.temperature(np.ones(n)) for n in (2, 3)), None]
-        keys = [steps.decode_key(None, q, None, None, options, score) for score in functions]
-        assert len(set(keys)) == len(keys) and None not in keys
-        assert keys[0] == steps.decode_key(None, q, None, None, options, scores.softcap(3.0))
+        functions.append(scores.softcap(3.0))
+        requests = [steps.Request(q, None, None, options, score, None) for score in functions]
+        *keys, again = [steps.decode_key(None, request) for request in requests]
+        assert len(set(keys)) == len(keys) and None not in keys and again == keys[0]
     finally:
         steps.layout_key = original
 

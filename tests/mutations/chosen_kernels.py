@@ -148,7 +148,7 @@ UNIONS, LIST, COLUMNS = "lists/unions.cu", "lists/chosen.cuh", "lists/columns.cu
 COUNT, SCAN, FILL = "lists/columns_count.cu", "lists/columns_scan.cu", "lists/columns_fill.cu"
 KEYS, GATHERED, COPY_WARPS = "sm90/kv_producer.cuh", "sm90/gathered_queries.cuh", "sm90/q_copy_warps.cuh"
 MEMBERS, COPY, PLAN = "attention/members.cuh", "tile/copy_async.cuh", "planning/chosen_lists.py"
-QUERY_LISTS, INTERVALS, LAUNCHES = "planning/query_lists.py", "planning/interval_kernels.py", "planning/launches.py"
+QUERY_LISTS, INTERVALS = "planning/query_lists.py", "planning/interval_kernels.py"
 FAULTS = {
     lists_are_joined: {
         "-1 is block 0": Edit(
@@ -438,8 +438,8 @@ FAULTS = {
     sources_are_right: {
         "strides of axes of one entry count": Edit(INTERVALS, "moving_strides", "step if extent != 1 else 0", "step"),
         "leading axes come first": Edit(
-            LAUNCHES, "over_batch", "(fill,) * (BATCH_AXES - len(values)) + tuple(values)",
-            "tuple(values) + (fill,) * (BATCH_AXES - len(values))",
+            QUERY_LISTS, "QueryLists.numbers", '"blocks_batch_strides": over_batch(of_batch, 0),',
+            '"blocks_batch_strides": (*of_batch, *over_batch((), 0))[:3],',
         ),
         "batch entries have the lengths of the first": Edit(
             PLAN, "UnionSource._numbers", "leading_strides(self.attended.lo)[0]", "0"
