@@ -98,10 +98,11 @@ def test_a_planted_fault_is_seen(name: str, load: Load, tmp_path: Path, monkeypa
     fault = FAULTS[name]
     path = EXPERIMENTS / fault.file
     others = "sweep", "tasks", "training", "long_range", "spot_check"
-    for module in (*others, *(Path(each.file).stem for each in FAULTS.values())):
-        monkeypatch.delitem(sys.modules, module, raising=False)
     planted = ModuleType(path.stem)
     planted.__file__ = str(path)
+    for module in (*others, *(Path(each.file).stem for each in FAULTS.values())):
+        monkeypatch.setitem(sys.modules, module, planted)  # so that what the test imports under this name is removed
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, path.stem, planted)
     text = replaced(path.read_text("utf-8"), fault.anchor, fault.replacement, fault.function, language="python")
     exec(compile(text, str(path), "exec"), vars(planted))
