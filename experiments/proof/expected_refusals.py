@@ -17,8 +17,10 @@ import cuflash
 import pytest
 
 LIBRARY = str(Path(cuflash.__file__).parent)
-# Parts of texts that depend on the run or on line numbers: addresses, temporary folders, the folder of the source tree.
+# Parts of texts that depend on the run or on line numbers: folders of the source tree, of another tree that compiled a
+# cached kernel, and of that cache; addresses; temporary folders.
 _VARYING = (
+    (re.compile(r"/[\w./-]+(?=/cuflash/\w+/)"), "..."),
     (re.compile(r"0x[0-9a-f]+"), "0x..."), (re.compile(r"/tmp/[^\s:,']+"), "/tmp/..."),
     (re.compile(r", line \d+"), ", line ..."), (re.compile(r"(\.cuh?):\d+"), r"\1:..."),
 )  # fmt: skip
