@@ -105,9 +105,15 @@ def gap_of(operands: Operands, forward: Forward, cotangents: Cotangents) -> Gap:
     return Gap(p_excess, g, e_g, p * g, np.where(np.isneginf(forward.log_p), 0, e_df))
 
 
+def stored_error(operands: Operands, forward: Forward) -> Array:
+    """Return the error of o before it is rounded for gradients to read; infinite if o may overflow its dtype."""
+    may_overflow = np.abs(forward.o) + SECOND_ORDER * forward.tol_o > operands.model.largest
+    return np.where(may_overflow, np.inf, forward.tol_o)
+
+
 def _row_sums(operands: Operands, forward: Forward, do: Array) -> tuple[Array, Array]:
     """Return D = rowsum(dO O) and its error without underflow, [..., rows, 1]."""
-    k_dv, tol_o = operands.model.k(operands.values.shape[-1]) + 2, forward.tol_o
+    k_dv, tol_o = operands.model.k(operands.values.shape[-1]) + 2, stored_error(operands, forward)
     error = np.abs(do) * (tol_o + k_dv * operands.model.ua * (np.abs(forward.o) + tol_o))
     return np.sum(do * forward.o, axis=-1, keepdims=True), np.sum(error, axis=-1, keepdims=True)
 

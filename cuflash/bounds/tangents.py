@@ -13,7 +13,8 @@ from ..reference import expand_heads
 from ..scores.roundoff import PushedErrors
 from .forward import Forward, Operands, excess_of
 from .gradients import (
-    Cotangents, delta_of, gap_of, rounded, sink_tolerance, sink_weight, summed, terms_of, turned, weight_error,
+    Cotangents, delta_of, gap_of, rounded, sink_tolerance, sink_weight, stored_error, summed, terms_of, turned,
+    weight_error,
 )  # fmt: skip
 from .rounding import SECOND_ORDER, Rounding, nan_to_inf, rounded_up
 
@@ -221,8 +222,9 @@ def _delta_tangents(
     """Return the tangent of delta = rowsum(dO O) - dlse and its error, [..., rows, 1]."""
     model, value_dim, do, do_dot = operands.model, forward.o.shape[-1], cotangents.do, dots.do
     delta_dot = np.sum(do_dot * forward.o + do * push.o_dot, axis=-1, keepdims=True) - dots.dlse
-    error = np.abs(do_dot) * forward.tol_o + np.abs(do) * push.tol_o_dot
-    mass = np.abs(do_dot) * (np.abs(forward.o) + forward.tol_o) + np.abs(do) * (np.abs(push.o_dot) + push.tol_o_dot)
+    tol_o = stored_error(operands, forward)
+    error = np.abs(do_dot) * tol_o + np.abs(do) * push.tol_o_dot
+    mass = np.abs(do_dot) * (np.abs(forward.o) + tol_o) + np.abs(do) * (np.abs(push.o_dot) + push.tol_o_dot)
     total = np.sum(error + (model.k(2 * value_dim) + 2) * model.ua * mass, axis=-1, keepdims=True)
     return delta_dot, total + 2 * model.ua * (np.abs(delta_dot) + np.abs(dots.dlse)) + 2 * value_dim * model.wa
 

@@ -185,6 +185,16 @@ def overflow_has_no_bound(library: ModuleType) -> None:
     assert np.isinf(library.error_bound(q, k, v, **named, tangents={"k": k_dot}).dsink_dot).all()
 
 
+def gradients_read_the_rounded_o(library: ModuleType) -> None:
+    """Check the bounds on gradients where o, of a weight that dropout doubled, overflows float16."""
+    x, v = np.zeros((1, 1, 4), np.float16), np.full((1, 1, 4), 40000, np.float16)
+    dropout, do = library.Dropout(0.5, seed=1), np.ones((1, 1, 4), np.float16)
+    o, vjp = library.attention_vjp(x, x, v, dropout=dropout)
+    assert np.isinf(o).all() and np.isnan(vjp(do).dq).all()
+    bounds = library.error_bound(x, x, v, do, dropout=dropout, tangents={"do": do})
+    assert all(np.isinf(each).all() for each in (bounds.dq, bounds.dk, bounds.dq_dot, bounds.dk_dot))
+
+
 def wrong_tangents_are_refused(library: ModuleType) -> None:
     """Check that tangents of other arguments are refused, each with a different reason."""
     x = np.ones((2, 3, 4), np.float32)
@@ -343,8 +353,8 @@ FAULTS = {
             BOUNDS, "push_tolerances", "z * (p_excess + rounding * p_larger + np.minimum(p, model.wp))", "z * 0 * p"
         ),
         "o_dot has no error": Edit(
-            BOUNDS, "_delta_tangents", "np.abs(do_dot) * forward.tol_o + np.abs(do) * push.tol_o_dot",
-            "np.abs(do_dot) * forward.tol_o",
+            BOUNDS, "_delta_tangents", "np.abs(do_dot) * tol_o + np.abs(do) * push.tol_o_dot",
+            "np.abs(do_dot) * tol_o",
         ),
         "slopes' tangents have no error": Edit(BOUNDS, "_through_slopes", "+ pushed.e_slope_dot * larger", ""),
         "terms of slopes' tangents are left out": Edit(
@@ -374,6 +384,11 @@ FAULTS = {
     results_do_not_overwrite_tangents: {
         "o may be written over a tangent": Edit(
             "calls/tangents.py", "push", "refuse(_overwritten_reasons(out, directions))", "pass"
+        ),
+    },
+    gradients_read_the_rounded_o: {
+        "o that overflows has a finite error": Edit(
+            "bounds/gradients.py", "stored_error", "np.where(may_overflow, np.inf, forward.tol_o)", "forward.tol_o"
         ),
     },
     wrong_tangents_are_refused: {
