@@ -60,7 +60,7 @@ def checked_queries(
     if not reasons:
         reasons += out_reasons(out, (*q.shape[:3], v.shape[3]), q, {"q": q, **_own_arrays(cache)})
         if q.shape[2] > cache.capacity:
-            reasons.append(f"q must have at most as many rows as the capacity, {cache.capacity}; got {q.shape[2]}")
+            reasons.append(f"q must not have more rows than the capacity, {cache.capacity}; got {q.shape[2]}")
         reasons += sink_reasons(sink, q, k)
         reasons += [] if score is None else fit_reasons(score, q, k, v, cache.capacity)
         reasons += _mask_reasons(cache, mask, q)

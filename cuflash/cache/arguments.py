@@ -262,7 +262,7 @@ def require_appended(news: Counts, lengths: list[int], *, has_counts: bool) -> N
     fix = "append their keys and values first"
     if not has_counts and len(short) < len(lengths) and not lengths[first]:
         fix += ", or pass counts= with 0 for idle sequences"
-    raise UnsupportedProblem(f"{name} must have at most as many rows as a sequence has tokens; {got}: {fix}")
+    raise UnsupportedProblem(f"{name} must not have more rows than a sequence has tokens; {got}: {fix}")
 
 
 def shown_numbers(values: list[int]) -> str:

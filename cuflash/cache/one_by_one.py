@@ -92,7 +92,7 @@ class OneByOneStep(AttendStep):
         return self._placed._with_arrays({**held, "place": xp.asarray(np.array(place, np.int32))})
 
     def _parts(self, length: int, new: int) -> Iterator[Part]:
-        """Yield the calls of a sequence, which has at least as many keys as queries."""
+        """Yield the calls of a sequence, which has no fewer keys than queries."""
         left, right = self._options.left, self._options.right
         if self._is_by_query or new == 1:  # one query per call, which attends one run of keys
             for query in range(new):

@@ -37,7 +37,8 @@ struct Comparison {
   int64_t num_rows, num_elements;
 };
 
-// Where rows of matrices [batch, head] are read and written. Strides are in elements, of batch entries and of heads.
+// Arrays [batch, heads, rows, columns] that results_add_rows reads and writes. The strides are those of batch entries and
+// of heads, in elements.
 struct Rows {
   const void* own;       // terms with numbers below num_own_rows
   const void* received;  // all other terms

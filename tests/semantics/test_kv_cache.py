@@ -402,7 +402,7 @@ WRONG = {
     "queries of two axes": (lambda: a_cache().attention(K[0, 0]), "q must have shape (3, num_heads, n, 8)"),
     "odd heads": (lambda: a_cache().attention(normal(3, 3, 1, 8)), "q's 3 heads must be a multiple of k's 2"),
     "more queries than positions": (
-        lambda: a_cache().attention(normal(3, 2, 71, 8)), "at most as many rows as the capacity, 70; got 71"
+        lambda: a_cache().attention(normal(3, 2, 71, 8)), "not have more rows than the capacity, 70; got 71"
     ),
     "an alignment": (lambda: a_cache().attention(K, causal="top_left"), "causal must be True or False; got 'top_left'"),
     "half a window": (lambda: a_cache().attention(K, window=3), "window must be (left, right), each an int or None"),
