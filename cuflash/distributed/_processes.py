@@ -283,8 +283,9 @@ class ProcessGroup(Group):
             return nullcontext()
         import torch
 
-        stream = self._lanes.namespace.cuda.get_current_stream()
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr))
+        address = self._lanes.namespace.cuda.get_current_stream().ptr
+        # ExternalStream(0) would be a stream of PyTorch's pool
+        return torch.cuda.stream(torch.cuda.ExternalStream(address) if address else torch.cuda.default_stream())
 
 
 class _Transfer:
