@@ -1,4 +1,4 @@
-"""Lanes of a rank, which run its steps and move rows; on a GPU, one stream for kernels and one for copies."""
+"""Lanes of a rank, which run its steps and move rows; on a GPU, each lane is a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..executors import gpu
 from ..executors._results import bound_row_sums
 from ..executors.launch import PassLayout
 from ..plans.plan import Plan
-from ._schedule import Issue
+from ._schedule import RECEIVING, Issue, lane_of
 
 Arrays = Mapping[str, Array]
 Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
@@ -179,14 +179,22 @@ class HostLanes:
 
 
 class CudaLanes(HostLanes):
-    """Lanes of a rank with CuPy arrays on its current device, whose steps are queued on the stream `kernels`."""
+    """Lanes of a rank with CuPy arrays on its current device, all of which are its current stream.
+
+    Attributes
+    ----------
+    kernels : cupy.cuda.Stream
+        The current stream of the rank.
+    stream : cupy.cuda.Stream
+        The stream of the step that is being queued.
+    """
 
     def __init__(self) -> None:
         self.namespace = gpu.namespace()
         self._cuda = self.namespace.cuda
 
     def start(self) -> Event:
-        self.kernels = self._cuda.get_current_stream()
+        self.kernels = self.stream = self._cuda.get_current_stream()
         return None
 
     def sent(self, table: Array) -> Array:
@@ -205,7 +213,7 @@ class CudaLanes(HostLanes):
             addresses = [now[name].data.ptr + offset for name, offset in read]
             addresses.append(table.data.ptr)
             addresses += [now[name].data.ptr + offset for name, offset in written]
-            bound.launch(addresses, self.kernels)
+            bound.launch(addresses, self.stream)
 
         return add
 
@@ -225,13 +233,13 @@ class CudaLanes(HostLanes):
             now = own.arrays
             addresses = [now[name].data.ptr + offset for name, offset in places]
             addresses += numbers
-            bound.launch(addresses, self.kernels)
+            bound.launch(addresses, self.stream)
 
         return launch
 
 
 class DeviceLanes(CudaLanes):
-    """Lanes of a rank on a GPU: its current stream for kernels, and a separate stream for copies of peer memory.
+    """Lanes of a rank on a GPU: its current stream and another one for kernels, and one for copies of peer memory.
 
     Copies from peers use the copy engines, so that kernels keep all multiprocessors. Copies within a GPU do not: they
     would wait until a kernel leaves multiprocessors, so that they are queued among the kernels. The host never waits:
@@ -247,13 +255,13 @@ class DeviceLanes(CudaLanes):
         super().__init__()
         self.device, cuda = device, self._cuda
         with cuda.Device(device):
-            self._copies = cuda.Stream(non_blocking=True)
+            self._streams = {lane: cuda.Stream(non_blocking=True) for lane in range(1, RECEIVING + 1)}
             for peer in {*devices} - {device}:
                 _enable_access(cuda.runtime, device, peer)
             # by number of the step; each pass records them once more, which does not affect waits that are queued
             self._events = defaultdict[int, Event](partial(cuda.Event, disable_timing=True))
             self._start = self._events[-1]
-        self._stream = self._copies  # of the step that is being queued
+            self.stream = self._streams[RECEIVING]
 
     def current(self) -> Any:
         return self._cuda.Device(self.device)
@@ -263,10 +271,12 @@ class DeviceLanes(CudaLanes):
         return self.kernels.record(self._start)
 
     def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
-        stream = self._stream = self._copies if issue.step.rank != issue.step.source else self.kernels
+        _, lane = lane_of(issue.step)
+        stream = self.stream = self._streams[lane] if lane else self.kernels
         for event in events:
             stream.wait_event(event)
-        do()
+        with stream if 0 < lane < RECEIVING else nullcontext():  # memory that a step allocates belongs to its stream
+            do()
         return stream.record(self._events[issue.number]) if issue.is_awaited else None
 
     def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
@@ -292,7 +302,7 @@ class DeviceLanes(CudaLanes):
         copy_rows, kind_of_copy = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault
 
         def copy(own: Any, other: Any) -> None:
-            now, of_source, stream = own.arrays, other.arrays, self._stream.ptr
+            now, of_source, stream = own.arrays, other.arrays, self.stream.ptr
             for to_name, at, to_pitch, name, begin, pitch, width, height in copies:
                 target, source = now[to_name].data.ptr + at, of_source[name].data.ptr + begin
                 copy_rows(target, to_pitch, source, pitch, width, height, kind_of_copy, stream)

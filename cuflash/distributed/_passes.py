@@ -278,14 +278,14 @@ class _Backward(_Attention):
 
     Attributes
     ----------
-    others : dict of arrays by name
-        This rank's part of the gradients of other arrays, in the dtype of accumulators.
+    others : dict of arrays by name and lane
+        This rank's part of the gradients of other arrays, in the dtype of accumulators; each lane adds to its own.
     """
 
     name = "backward"
 
     def __init__(self, call: RankCall, cotangents: Mapping[str, Array]) -> None:
-        self.xp, self.others = call.xp, dict[str, Array]()
+        self.xp, self.others = call.xp, dict[tuple[str, int], Array]()
         gradients = {f"d{name}": call.xp.empty_like(call.arrays[name]) for name in "qkv"}
         key = self.name, "dlse" in cotangents
         super().__init__(call.prepared, key, {**call.arrays, **cotangents, **gradients})
@@ -297,7 +297,8 @@ class _Backward(_Attention):
             total += each
         for name, each in gradients.others.items():
             whole = self._of_all_heads(part, each) if name == "sink" else each
-            self.others[name] = self.others.get(name, 0) + whole.astype(accumulator_dtype(whole.dtype))
+            key = name, group % NUM_BUFFERS
+            self.others[key] = self.others.get(key, 0) + whole.astype(accumulator_dtype(whole.dtype))
 
     def _of_all_heads(self, part: Part, dsink: Array) -> Array:
         sink: Any = self.posed.options.sink
@@ -314,16 +315,19 @@ class _Backward(_Attention):
         if operands is None or not operands.wrt:
             return {}
         group, dtypes = self.group, {each.name: each.dtype for each in operands.operands}
-        arrays = {name: self.xp.ascontiguousarray(each).reshape(1, 1, -1) for name, each in self.others.items()}
+        own: dict[str, Any] = {}
+        for (name, _), each in sorted(self.others.items(), key=lambda item: item[0]):
+            own[name] = own.get(name, 0) + each
+        arrays = {name: self.xp.ascontiguousarray(each).reshape(1, 1, -1) for name, each in own.items()}
         gather = Gather(group, arrays, [((0, source, 1),) for source in range(group.size)])
         group._perform("the gradients of other arrays", {}, [], gather)
         sums = dict[str, Array]()
-        for name, own in self.others.items():
+        for name, mine in own.items():
             parts = gather.arrays[f"all {name}"][0]
             total = parts[0].copy()
             for source in range(1, group.size):
                 total += parts[source]
-            sums[name] = total.reshape(own.shape).astype(dtypes[name])
+            sums[name] = total.reshape(mine.shape).astype(dtypes[name])
         return sums
 
 

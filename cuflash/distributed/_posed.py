@@ -313,12 +313,14 @@ class Posed:
 
         def cost(number: int, step: Step) -> tuple[float, int]:
             first, stop = self.kv_groups(step.rank)[step.group]
-            key = step.kind, step.rank, step.source, stop - first
+            is_last = step.group == len(self.kv_groups(step.rank)) - 1
+            key = step.kind, step.rank, step.source, stop - first, is_last
             if key not in costs:
                 part = (stop - first) / self.num_kv_heads if self.method == "gather" else 1.0
                 seconds = self.step_bytes(name, step, (head_dim, head_dim), dtype) / machine.link
                 if step.kind == ATTEND:
-                    seconds = whole * (part * float(shares[step.rank]) + idle_share(machine, tiles))
+                    idle = idle_share(machine, tiles) if is_last else 0.0  # the next group uses idle multiprocessors
+                    seconds = whole * (part * float(shares[step.rank]) + idle)
                 costs[key] = seconds, self._num_issued(name, number)
             return costs[key]
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 COPY, ATTEND, TAKE, ADD = "copy", "attend", "take", "add"
 NUM_BUFFERS = 2  # a rank copies the next group while it computes one
+RECEIVING = NUM_BUFFERS  # the number of a lane
 _MOST_GROUPS = 8  # maximum number of groups of heads of equal size
 
 
@@ -154,15 +155,16 @@ class Issue(NamedTuple):
 class Program(NamedTuple):
     """The steps of all ranks in one order, in which a single thread issues them to the lanes of ranks.
 
-    A rank has two lanes, which run their steps in order: one for computations and copies of its own rows, and one for
-    the rows that it receives.
+    A rank has several lanes, which run their steps in order: `RECEIVING` for rows that it receives, and the lanes before
+    it for computations and copies of its own rows, by groups in turn. At the end of a group, few multiprocessors have
+    work; with a lane of its own, the next group uses the others. Lane 0 is the current stream of the rank.
 
     Attributes
     ----------
     turns : tuple of (int, tuple of Issue)
         Ranks in turn, each with steps that it runs before the next rank has its turn.
     ends : tuple of tuples of int
-        For each rank, the steps for whose events it waits at the end, because they use its arrays on other lanes.
+        For each rank, the steps for whose events lane 0 waits at the end, because they use its arrays on other lanes.
     """
 
     turns: tuple[tuple[int, tuple[Issue, ...]], ...]
@@ -184,35 +186,35 @@ def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None
     order = range(len(steps)) if order is None else order
     place = {number: n for n, number in enumerate(order)}
     known, awaited = dict[tuple[Any, Any], int](), set[int]()
-    drafts, ends = list[tuple[int, list[int]]](), [dict[int, int]() for _ in range(size)]
+    drafts, ends = list[tuple[int, list[int]]](), [dict[tuple[int, int], int]() for _ in range(size)]
     for number in order:
         step = steps[number]
-        lane, waits = _lane(step), list[int]()
+        lane, waits = lane_of(step), list[int]()
         if lane[1]:
             for rank in dict.fromkeys((step.rank, step.source if step.kind == COPY else step.rank)):
                 if known.setdefault((lane, rank), number) == number:
                     waits.append(~rank)
-            ends[step.rank][step.rank] = ends[step.source][step.rank] = number
+            ends[step.rank][lane] = ends[step.source][lane] = number
         for other in sorted(step.after, key=place.__getitem__, reverse=True):
-            of_other = _lane(steps[other])
+            of_other = lane_of(steps[other])
             if of_other != lane and known.get((lane, of_other), -1) < place[other]:
                 known[lane, of_other] = place[other]
                 waits.append(other)
         awaited.update(waits)
         drafts.append((number, waits))
-    for rank, of_lanes in enumerate(ends):
-        if rank in of_lanes and known.get(((rank, False), (rank, True)), -1) >= place[of_lanes[rank]]:
-            del of_lanes[rank]  # computations have waited for all rows that the rank receives
-    last = tuple(tuple(sorted(each.values())) for each in ends)
+    last = tuple(
+        tuple(sorted(n for lane, n in of_lanes.items() if known.get(((rank, 0), lane), -1) < place[n]))
+        for rank, of_lanes in enumerate(ends)
+    )
     awaited.update(number for each in last for number in each)
     issues = [Issue(n, steps[n], tuple(waits), n in awaited) for n, waits in drafts]
     turns = groupby(issues, key=lambda each: each.step.rank)
     return Program(tuple((rank, tuple(each)) for rank, each in turns), last)
 
 
-def _lane(step: Step) -> tuple[int, bool]:
-    """Return the lane that runs a step: its rank, and whether it receives rows of another rank."""
-    return step.rank, step.rank != step.source
+def lane_of(step: Step) -> tuple[int, int]:
+    """Return the lane that runs a step: its rank, and the number of the lane."""
+    return step.rank, RECEIVING if step.rank != step.source else step.group % NUM_BUFFERS
 
 
 def drawn_order(steps: Sequence[Step], choose: Callable[[list[int]], int]) -> list[int]:
@@ -236,10 +238,10 @@ def finished(steps: Sequence[Step], seconds: Sequence[float], issue: Sequence[fl
     """
     ends, is_free, queued = list[float](), dict[tuple[int, bool], float](), 0.0
     for step, spent, of_host in zip(steps, seconds, issue):
-        lane, queued = _lane(step), queued + of_host
-        start = max([is_free.get(lane, 0.0), queued, *(ends[number] for number in step.after)])
-        is_free[lane] = start + spent
-        ends.append(is_free[lane])
+        engine, queued = (step.rank, step.rank != step.source), queued + of_host  # computations share one
+        start = max([is_free.get(engine, 0.0), queued, *(ends[number] for number in step.after)])
+        is_free[engine] = start + spent
+        ends.append(is_free[engine])
     return max(ends, default=0.0)
 
 

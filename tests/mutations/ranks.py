@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.compiler import source
+from cuflash.distributed._schedule import RECEIVING
 from cupy_machine import a_machine_for
 from lazy_lanes import LazyLanes
 from library_parts import part
@@ -135,7 +136,7 @@ def streams_wait_for_events(library: ModuleType) -> None:
         group._lanes.synchronize()
         return whole
 
-    for LazyLanes.has_early_copies in (False, True):
+    for LazyLanes.early in ((), (RECEIVING,), (1,), (1, RECEIVING)):
         for method, size, seed in (("heads", 2, None), ("gather", 3, None), ("gather", 3, 0)):
             with _many_groups(library) as patch:
                 patch.setattr(threads, "DeviceLanes", LazyLanes)
@@ -391,7 +392,10 @@ FAULTS = {
             PASSES, "_Backward.other_gradients", "range(1, group.size)", "()"
         ),
         "gradients of other arrays are those of the last group": Edit(
-            PASSES, "_Backward.keep", "self.others.get(name, 0)", "0"
+            PASSES, "_Backward.keep", "self.others.get(key, 0)", "0"
+        ),
+        "gradients of other arrays are those of one lane": Edit(
+            PASSES, "_Backward.other_gradients", "own.get(name, 0)", "0"
         ),
         "gradients of a sink belong to the first heads": Edit(
             PASSES, "_Backward._of_all_heads", "whole[..., part.heads]", "whole[..., : dsink.shape[-1]]"
@@ -468,11 +472,16 @@ FAULTS = {
             STEPS, "program", "known[lane, of_other] = place[other]", "known[lane, of_other] = len(steps)"
         ),
         "a call returns while others read": Edit(
-            STEPS, "program", "ends[step.rank][step.rank] = ends[step.source][step.rank] = number",
-            "ends[step.rank][step.rank] = number",
+            STEPS, "program", "ends[step.rank][lane] = ends[step.source][lane] = number", "ends[step.rank][lane] = number"
         ),
         "a rank does not wait for its own results": Edit(
-            STEPS, "program", ">= place[of_lanes[rank]]", ">= -1"
+            STEPS, "program", "known.get(((rank, 0), lane), -1) < place[n]", "lane[0] != rank"
+        ),
+        "a rank waits for the rows that it receives, but not for its second lane": Edit(
+            STEPS, "program", "known.get(((rank, 0), lane), -1) < place[n]", "lane[1] == RECEIVING"
+        ),
+        "the second lane does not wait for the arrays of its rank": Edit(
+            STEPS, "program", "if lane[1]:", "if lane[1] == RECEIVING:"
         ),
     },
     processes_agree: {

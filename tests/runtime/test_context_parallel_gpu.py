@@ -8,7 +8,7 @@ import pytest
 from cuflash.distributed import ContextParallel, Machine, PeerLost, _lanes, _posed, run
 from cuflash.distributed import _processes as processes
 from cuflash.distributed._lanes import CudaLanes, DeviceLanes, Move, Region
-from cuflash.distributed._schedule import ATTEND, COPY, Step, program
+from cuflash.distributed._schedule import ATTEND, COPY, RECEIVING, Step, program
 from cuflash.testing import assert_within
 from executors import needs_compiler
 
@@ -274,25 +274,28 @@ def test_a_rank_needs_half_of_the_arrays_of_one_gpu_and_what_the_formula_says(ma
 def test_steps_wait_for_events_on_their_stream(machine):
     """Only events that another stream waits for are recorded, and each pass records the same ones once more."""
     lanes, copy = DeviceLanes(0, [0, 0]), Step(COPY, 0, 1, 0)
-    attend, later = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,))
-    (((_, issued),), ((last,), _)) = program([copy, attend, later], 2)
-    logs = []
+    attend, later, beside = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,)), Step(ATTEND, 0, 0, 1, (2,))
+    (((_, issued),), (ends, _)) = program([copy, attend, later, beside], 2)
+    logs, current = [], []
     for _ in range(2):
         machine.log.clear()
         start, events = lanes.start(), {}
         for issue in issued:
             waits = [start if number < 0 else events[number] for number in issue.waits]
-            events[issue.number] = lanes.run(issue, waits, lambda: None)
-        lanes.finish([events[last]])
+            events[issue.number] = lanes.run(issue, waits, lambda: current.append(machine.stream.ptr))
+        lanes.finish([events[number] for number in ends])
         logs.append(list(machine.log))
-    copies, first, second, third = lanes._copies.ptr, *(lanes._events[number].number for number in range(3))
+    second_lane, copies = (lanes._streams[lane].ptr for lane in (1, RECEIVING))
+    first, second, third, fourth = (lanes._events[number].number for number in range(4))
     assert logs[0] == logs[1] == [
         ("record", 0, start.number),
         ("wait", copies, start.number), ("wait", copies, start.number), ("record", copies, first),
         ("wait", 0, first), ("record", 0, second),
         ("wait", copies, second), ("record", copies, third),
-        ("wait", 0, third),
+        ("wait", second_lane, start.number), ("wait", second_lane, third), ("record", second_lane, fourth),
+        ("wait", 0, third), ("wait", 0, fourth),
     ]  # fmt: skip
+    assert current == 2 * [0, 0, 0, second_lane], "memory that a step allocates belongs to the stream of its kernels"
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [

@@ -16,7 +16,8 @@ from cuflash.distributed import _processes as processes
 from cuflash.distributed._layout import Costs, dealt
 from cuflash.distributed import _threads as threads
 from cuflash.distributed._schedule import (
-    ADD, ATTEND, COPY, NUM_BUFFERS, TAKE, drawn_order, exchanging_heads, gathering, head_groups, program, rounds,
+    ADD, ATTEND, COPY, NUM_BUFFERS, RECEIVING, TAKE, drawn_order, exchanging_heads, gathering, head_groups, lane_of,
+    program, rounds,
 )  # fmt: skip
 from cuflash.distributed._threads import _Meeting as Meeting
 from cuflash.masks.shape import MaskShape
@@ -163,13 +164,13 @@ def test_any_order_of_ready_steps_gives_equal_bits(many_groups):
         assert all(np.array_equal(each[name], first[name]) for name in first)
 
 
-@pytest.mark.parametrize("has_early_copies", [False, True])
+@pytest.mark.parametrize("early", [(), (RECEIVING,), (1,), (1, RECEIVING)])
 @pytest.mark.parametrize("method", ["gather", "heads"])
-def test_events_order_the_steps_of_streams(method, has_early_copies, monkeypatch, many_groups):
+def test_events_order_the_steps_of_streams(method, early, monkeypatch, many_groups):
     """Steps are queued, and run as late or as early as the events that they wait for allow."""
     monkeypatch.setattr(threads, "DeviceLanes", LazyLanes)
     monkeypatch.setattr(threads, "device_count", lambda: 1)
-    monkeypatch.setattr(LazyLanes, "has_early_copies", has_early_copies)
+    monkeypatch.setattr(LazyLanes, "early", early)
     arrays = arrays_of((6, 45, 8), 6)
     q, k, v, do = arrays.values()
     o, vjp = cuflash.attention_vjp(q, k, v, causal=True)
@@ -331,7 +332,7 @@ def test_a_program_waits_for_all_steps_that_must_be_finished(steps, seed):
     assert all(each.step.rank == rank for rank, of_rank in turns for each in of_rank)
     lanes, finished, awaited = {}, {~rank: {("start", rank)} for rank in range(size)}, {~rank for rank in range(size)}
     for number, step, waits, is_awaited in issued:
-        lane = step.rank, step.rank != step.source
+        lane = lane_of(step)
         known = lanes.setdefault(lane, set())
         for other in waits:
             assert other in awaited, "an event is waited for before it is recorded"
@@ -345,7 +346,7 @@ def test_a_program_waits_for_all_steps_that_must_be_finished(steps, seed):
         if is_awaited:
             awaited.add(number)
     for rank, of_rank in enumerate(ends):
-        known = set().union(*(finished[number] for number in of_rank), lanes.get((rank, False), set()))
+        known = set().union(*(finished[number] for number in of_rank), lanes.get((rank, 0), set()))
         assert known >= {n for n, step in enumerate(steps) if rank in (step.rank, step.source)}
         assert awaited >= {*of_rank}
     assert sum(len([n for n in each.waits if n >= 0]) for each in issued) <= sum(len(step.after) for step in steps)

@@ -1,4 +1,4 @@
-"""A stand-in for the streams of GPUs: steps run as late, or copies as early, as events allow."""
+"""A stand-in for the streams of GPUs: steps of some lanes run as early as events allow, and all others as late."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuflash.distributed._lanes import HostLanes
+from cuflash.distributed._schedule import RECEIVING, lane_of
 
 _LOCK = threading.RLock()  # ranks are threads, and each of them may run the steps of all
 
@@ -33,33 +34,33 @@ class LazyLanes(HostLanes):
 
     Attributes
     ----------
-    has_early_copies : bool
-        Copies run when they are queued, after what they wait for; else all steps run when `synchronize` is called.
+    early : tuple of int
+        Lanes whose steps run when they are queued, after what they wait for; others run when `synchronize` is called.
     """
 
-    has_early_copies = False
+    early: tuple[int, ...] = ()
 
     def __init__(self, device: int, devices: Sequence[int]) -> None:
-        self.last: dict[bool, Any] = {True: None, False: None}
+        self.last: list[Any] = [None] * (RECEIVING + 1)
 
     def start(self) -> Any:
-        return self.last[False]
+        return self.last[0]
 
     def run(self, issue: Any, events: Sequence[Any], do: Callable[[], None]) -> Node | None:
-        is_copy = issue.step.rank != issue.step.source
-        node = self.last[is_copy] = Node(do, [self.last[is_copy], *events])
-        if is_copy and self.has_early_copies:
+        _, lane = lane_of(issue.step)
+        node = self.last[lane] = Node(do, [self.last[lane], *events])
+        if lane in self.early:
             node.force()
         return node if issue.is_awaited else None
 
     def queue(self, do: Callable[[], None], events: Sequence[Any] = ()) -> None:
         """Queue a function as a kernel of the rank."""
-        self.last[False] = Node(do, [self.last[False], *events])
+        self.last[0] = Node(do, [self.last[0], *events])
 
     def finish(self, events: Sequence[Any]) -> None:
         self.queue(lambda: None, events)
 
     def synchronize(self) -> None:
         """Run what the rank has queued, and what this waits for."""
-        if self.last[False] is not None:
-            self.last[False].force()
+        if self.last[0] is not None:
+            self.last[0].force()
