@@ -155,9 +155,9 @@ class Issue(NamedTuple):
 class Program(NamedTuple):
     """The steps of all ranks in one order, in which a single thread issues them to the lanes of ranks.
 
-    A rank has several lanes, which run their steps in order: `RECEIVING` for rows that it receives, and the lanes before
-    it for computations and copies of its own rows, by groups in turn. At the end of a group, few multiprocessors have
-    work; with a lane of its own, the next group uses the others. Lane 0 is the current stream of the rank.
+    A rank has several lanes, which run their steps in order: `RECEIVING` for rows that it receives, and the lanes
+    before it for computations and copies of its own rows, by groups in turn. At the end of a group, few multiprocessors
+    have work; the next group is on another lane and uses the rest. Lane 0 is the current stream of the rank.
 
     Attributes
     ----------

@@ -472,7 +472,8 @@ FAULTS = {
             STEPS, "program", "known[lane, of_other] = place[other]", "known[lane, of_other] = len(steps)"
         ),
         "a call returns while others read": Edit(
-            STEPS, "program", "ends[step.rank][lane] = ends[step.source][lane] = number", "ends[step.rank][lane] = number"
+            STEPS, "program", "ends[step.rank][lane] = ends[step.source][lane] = number",
+            "ends[step.rank][lane] = number",
         ),
         "a rank does not wait for its own results": Edit(
             STEPS, "program", "known.get(((rank, 0), lane), -1) < place[n]", "lane[0] != rank"

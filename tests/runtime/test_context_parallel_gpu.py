@@ -274,8 +274,8 @@ def test_a_rank_needs_half_of_the_arrays_of_one_gpu_and_what_the_formula_says(ma
 def test_steps_wait_for_events_on_their_stream(machine):
     """Only events that another stream waits for are recorded, and each pass records the same ones once more."""
     lanes, copy = DeviceLanes(0, [0, 0]), Step(COPY, 0, 1, 0)
-    attend, later, beside = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,)), Step(ATTEND, 0, 0, 1, (2,))
-    (((_, issued),), (ends, _)) = program([copy, attend, later, beside], 2)
+    attend, later, other = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,)), Step(ATTEND, 0, 0, 1, (2,))
+    (((_, issued),), (ends, _)) = program([copy, attend, later, other], 2)
     logs, current = [], []
     for _ in range(2):
         machine.log.clear()
