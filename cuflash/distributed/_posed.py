@@ -319,7 +319,8 @@ class Posed:
                 part = (stop - first) / self.num_kv_heads if self.method == "gather" else 1.0
                 seconds = self.step_bytes(name, step, (head_dim, head_dim), dtype) / machine.link
                 if step.kind == ATTEND:
-                    idle = idle_share(machine, tiles) if is_last else 0.0  # the next group uses idle multiprocessors
+                    # The next group uses idle multiprocessors, but in a backward pass small kernels run between groups.
+                    idle = idle_share(machine, tiles) if is_last or name == "backward" else 0.0
                     seconds = whole * (part * float(shares[step.rank]) + idle)
                 costs[key] = seconds, self._num_issued(name, number)
             return costs[key]
