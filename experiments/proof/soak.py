@@ -36,6 +36,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -261,7 +262,7 @@ def features(structure: strategies.Structure, kernels: tuple[str, ...] = ()) -> 
 
 
 class Drawn(NamedTuple):
-    """The ledger rows of a batch, the text of examples that exceed their bounds, and rows of specifications."""
+    """The ledger rows of a batch, texts of examples that fail or exceed their bounds, and rows of specifications."""
 
     batch: Batch
     rows: list[Record]
@@ -285,7 +286,12 @@ def draw(batch: Batch) -> Drawn:
         largest_of_all = 0.0
         for number, structure in enumerate([drawn, *others(drawn)] if batch.executor == "cpu" else [drawn]):
             example = structure.example()
-            called = call(structure, example, batch.executor, batch.family)
+            try:
+                called = call(structure, example, batch.executor, batch.family)
+            except Exception as error:
+                (*_, place) = traceback.extract_tb(error.__traceback__)
+                outside.append(f"{batch.executor}, {batch.family}: {error!r} in {place}: {structure!r}")
+                continue
             by_result = shares(example, batch.executor, called.results)
             largest = max(by_result.values())
             largest_of_all = max(largest, largest_of_all)
