@@ -10,7 +10,7 @@ from ..masks.base import Mask
 from .chosen_lists import UnionWork, union_work
 from .device import DeviceSpec
 from .families.fa1 import FlashAttention1
-from .families.family import Family
+from .families.family import Family, Request
 from .families.naive import Naive
 from .families.simt import Simt
 from .families.sm80 import Sm80
@@ -104,7 +104,7 @@ def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tup
         if family.name == SM90 and kernel == "auto" and tiles < device.num_processors:
             continue
         with suppress(UnsupportedProblem):  # no tile fits
-            if family.union_specs(problem, device, tiling.block, tiling.heads_per_tile):
+            if family.union_specs(Request(problem, device), tiling.block, tiling.heads_per_tile):
                 return family, work
     return None
 

@@ -58,6 +58,7 @@ from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
+from cuflash.planning.families.family import Request
 from cuflash.arrays import as_dtype
 from cuflash.planning.appending import append_spec, bounds_spec
 from cuflash.planning.captured_sums import sums_spec
@@ -523,7 +524,7 @@ def specs_of_quantized(device: DeviceSpec) -> set[KernelSpec]:
     for columns, block, _ in QUANTIZED:
         x = cuflash.ShapeDtype((2, 300, columns), "bfloat16")
         problem = replace(Problem.of(x, x, x), precision="fp8", rows_per_scale=RowsPerScale(block, block, block))
-        specs |= {*Sm90Fp8().specs(problem, device).values(), quantize_spec(x.dtype, columns, block)}
+        specs |= {*Sm90Fp8().specs(Request(problem, device)).values(), quantize_spec(x.dtype, columns, block)}
         specs.add(transpose_spec(columns))
     return specs
 
