@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # fall: lower a number whenever the code improves, and never raise one.
 CEILINGS = {
     "cpu warm": (12, 16, 42),
-    "cpu cold": (34, 177, 245),
+    "cpu cold": (34, 169, 242),
     "gradients warm": (15, 39, 73),
     "cache warm": (22, 57, 104),
     "sim warm": (17, 31, 34),
