@@ -193,8 +193,9 @@ class _Gradients(Function):
             results: Results = _Gradients.apply(ctx.call, ctx.wrt, do_dot, dlse_dot, o, lse, *tensors)
             return results
         dlse = torch.zeros_like(lse) if dlse is None and dlse_dot is not None else dlse
-        of_results = o_dot, lse_dot, do_dot, dlse_dot
-        results = _Second.apply(ctx.call, ctx.wrt, do, dlse, o, lse, *of_results, *tensors, *dots)
+        results = _Second.apply(
+            ctx.call, ctx.wrt, do, dlse, o, lse, o_dot, lse_dot, do_dot, dlse_dot, *tensors, *dots
+        )  # fmt: skip
         return results
 
 
