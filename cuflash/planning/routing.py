@@ -70,7 +70,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     return FAMILIES[SIMT], "it serves every dtype, mask and chip"
 
 
-def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool) -> KernelSpec:
+def mass_kernel(request: Request, block_kv: int) -> KernelSpec:
     """Return the kernel that sums softmax weights over blocks of `block_kv` keys.
 
     Raises
@@ -78,7 +78,7 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
     UnsupportedProblem
         No tile fits in the shared memory of a multiprocessor.
     """
-    specs = (FAMILIES[name].mass_spec(problem, device, block_kv, is_listed=is_listed) for name in _MASS_FAMILIES)
+    specs = (FAMILIES[name].mass_spec(request, block_kv) for name in _MASS_FAMILIES)
     return next(spec for spec in specs if spec is not None)
 
 

@@ -449,7 +449,7 @@ def run_caches() -> int:
 def specs_of_masses(device: DeviceSpec) -> set[KernelSpec]:
     """Return the block-mass kernels that these calls launch."""
     arrays = (cuflash.ShapeDtype((2, 90, 64), dtype) for dtype in MASS_DTYPES)
-    return {mass_kernel(Problem.of(x, x, x), device, 24, is_listed=False) for x in arrays}
+    return {mass_kernel(Request(Problem.of(x, x, x), device), 24) for x in arrays}
 
 
 def run_masses() -> int:

@@ -151,7 +151,7 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 is_first = not deterministic  # most of the following kernels are the same for both
                 if is_first and family in ("simt", "sm80"):
                     least = 1 if family == "simt" else 128
-                    specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
+                    specs.add(mass_kernel(Request(problem, device, limit), least))
                 if is_first and family in ("simt", "sm80", "sm90") and (precision, head_dim) == ("ieee", value_dim):
                     if limit is None or (family == "sm90" and min(limit) >= 64):
                         specs |= of_tangents(FAMILIES[family], problem, device, limit)

@@ -229,7 +229,7 @@ def launched() -> list[KernelSpec]:
                     shared += family.specs(Request(problem, chip, None, deterministic)).values()
     half = Problem.of(*[ShapeDtype((1, 4, 300, 192), np.dtype(np.float16))] * 3)
     shared += FAMILIES["sm90"].specs(Request(half, chip)).values()
-    shared += [mass_kernel(half, DeviceSpec.gpu(name), 64, is_listed=False) for name in ("T4", "A100", "H100")]
+    shared += [mass_kernel(Request(half, DeviceSpec.gpu(name)), 64) for name in ("T4", "A100", "H100")]
     shared.append(combine_spec(FAMILIES["sm80"].specs(Request(half, chip))["forward"]))
     few = Problem.of(ShapeDtype((1, 4, 2, 64), np.dtype(np.float16)), *[ShapeDtype((1, 4, 300, 64), half.dtype)] * 2)
     shared += [decode_spec(few, chip, is_quantized=is_quantized) for is_quantized in (False, True)]

@@ -246,9 +246,7 @@ class Family(ABC):
         """
         return {}
 
-    def mass_spec(
-        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
-    ) -> KernelSpec | None:
+    def mass_spec(self, request: Request, block_kv: int) -> KernelSpec | None:
         """Return the kernel that sums softmax weights over blocks of `block_kv` keys, or None if there is none."""
         return None
 

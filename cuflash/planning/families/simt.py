@@ -272,9 +272,7 @@ class Simt(Family):
             )
         raise no_tile_fits(needed, f" for {what}", device, "use a narrower dtype")
 
-    def mass_spec(
-        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
-    ) -> KernelSpec | None:
+    def mass_spec(self, request: Request, block_kv: int) -> KernelSpec | None:
         """Return the kernel with the widest chunks of head_dim, if possible with two blocks per multiprocessor.
 
         Raises
@@ -282,6 +280,7 @@ class Simt(Family):
         UnsupportedProblem
             No chunk fits.
         """
+        problem, device = request.problem, request.device
         side = _MASS_SIDES[problem.accumulator]
         needed = next((dim for dim in DIMS if dim >= problem.head_dim), WIDEST_CHUNK)
         specs = [

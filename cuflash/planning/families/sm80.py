@@ -330,13 +330,12 @@ class Sm80(Family):
             return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
         return order_of_waves(request, work, forward, backward)
 
-    def mass_spec(
-        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
-    ) -> KernelSpec | None:
+    def mass_spec(self, request: Request, block_kv: int) -> KernelSpec | None:
         """Return the kernel, or None if it does not support the dtype, the chip or blocks of so few keys.
 
         Rows of q up to `WIDEST_CHUNK` columns stay in shared memory; longer rows are loaded in chunks, like those of k.
         """
+        problem, device = request.problem, request.device
         if problem.dtype not in self.dtypes or block_kv < _LEAST_MASS_KEYS:
             return None
         if device.compute_capability is None or device.compute_capability < self.oldest:
@@ -345,8 +344,8 @@ class Sm80(Family):
         spec = KernelSpec(
             entry=_BLOCK_MASS, dtype=problem.dtype, value_dim=DIMS[0], block_q=_MASS_QUERIES,
             head_dim=MASS_CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim),
-            block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2, is_listed=is_listed,
-            splits_head_dim=splits_head_dim,
+            block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2,
+            is_listed=request.largest is not None, splits_head_dim=splits_head_dim,
         )  # fmt: skip
         return first_fitting([spec], device)
 

@@ -221,19 +221,17 @@ class Sm90(Family):
         kv_heads = heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv))
         return order._replace(kv_heads_per_group=kv_heads)
 
-    def mass_spec(
-        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
-    ) -> KernelSpec | None:
+    def mass_spec(self, request: Request, block_kv: int) -> KernelSpec | None:
         """Return the sm80 family's kernel with a producer warp that copies.
 
         Two thread blocks share a multiprocessor, unless rows are loaded in chunks.
         """
-        spec = _SM80.mass_spec(problem, device, block_kv, is_listed=is_listed)
-        if spec is None or device.compute_capability != self.oldest:
+        spec = _SM80.mass_spec(request, block_kv)
+        if spec is None or request.device.compute_capability != self.oldest:
             return None
         stages, blocks = (6, 1) if spec.splits_head_dim else (2, 2)
         spec = replace(spec, entry=sm90_storage.BLOCK_MASS, num_warps=9, min_blocks=blocks, num_stages=stages)
-        return first_fitting([spec], device)
+        return first_fitting([spec], request.device)
 
 
 _SM80 = Sm80()
