@@ -251,15 +251,16 @@ def exponentials(rows: list[Row]) -> str:
 
 
 def code_structure(rows: list[Row]) -> str:
-    """Tabulate the counts of code that have goals, or that have none but say how the code changed."""
-    measures = "code lines", "physical lines", "escapes from types", "caches of calls", "memos", "planted faults"
+    """Tabulate the counts of code that have goals, the largest module and class, kernels and planted faults."""
     paths = "modules of a call", "hand-overs of a call", "functions of a call"
-    chosen = [row for row in rows if row["measure"] in measures and row["part"].count("/") == 0 or row["goal"]]
+    first = {row["measure"]: row for row in reversed(rows) if row["measure"].startswith("largest")}
+    counts = {(row["measure"], row["part"]): row for row in rows}
     lines = [
         [row["measure"], row["part"], *(row[name] for name in ("value", "before", "goal"))]
-        for row in chosen if row["measure"] not in paths
+        for row in rows
+        if first.get(row["measure"], row) is row and row["measure"] not in paths
+        and (row["goal"] or row["measure"] == "planted faults" or row["part"] == "kernels_cu")
     ]  # fmt: skip
-    counts = {(row["measure"], row["part"]): row for row in rows}
     for call in dict.fromkeys(row["part"] for row in rows if row["measure"] in paths):
         three = [counts[path, call] for path in paths]
         cells = (" / ".join(row[name] or "-" for row in three) for name in ("value", "before", "goal"))
