@@ -54,7 +54,7 @@ def varying_alike(values: Iterable[jax.Array]) -> list[jax.Array]:
     return [jax.lax.pcast(each, tuple(axes - _varying_axes(jax.typeof(each))), to="varying") for each in arrays]
 
 
-Lowering: TypeAlias = Callable[..., Sequence[mlir.Value]]  # returns the values of a module's results
+Lowering: TypeAlias = "Callable[..., Sequence[mlir.Value]]"  # returns the values of a module's results
 
 
 def _varying_axes(kind: jax.core.ShapedArray) -> frozenset[str]:

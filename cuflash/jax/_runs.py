@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.buffer_callback import Buffer, ExecutionContext, buffer_callback
+from jax.experimental.buffer_callback import Buffer, buffer_callback
 
 from ..arrays import Array, ShapeDtype, accumulator_dtype
 from ..compiler import nvrtc
@@ -25,6 +25,9 @@ from ..planning.options import DOT, MaskLike
 from ..plans.plan import Plan
 from ._call import MASK, JaxCall, mask_over
 from ._native import TARGET, NativePass, handler
+
+if TYPE_CHECKING:
+    from jax.experimental.buffer_callback import ExecutionContext
 
 _ENVIRONMENT_BYTES = 64  # at least the size of C's fenv_t
 _LIKE_LSE = ("lse", "dlse")

@@ -15,9 +15,9 @@ from ..executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES
 from ..layouts import is_batched, is_tensor, tensor_reasons
 
 Tensor: TypeAlias = torch.Tensor
-Out: TypeAlias = Tensor | Sequence[Tensor] | None  # the value of `out=`: the tensor for o, or a pair for o and lse
-Outs: TypeAlias = tuple[Tensor | None, Tensor | None]  # o and lse, each None if the call allocates it
-Results: TypeAlias = Sequence[Tensor | None]  # of a pass, or gradients of its tensors; None for those that are absent
+Out: TypeAlias = "Tensor | Sequence[Tensor] | None"  # the value of `out=`: the tensor for o, or a pair for o and lse
+Outs: TypeAlias = "tuple[Tensor | None, Tensor | None]"  # o and lse, each None if the call allocates it
+Results: TypeAlias = "Sequence[Tensor | None]"  # of a pass, or gradients of its tensors; None for those that are absent
 Axes: TypeAlias = Sequence[int | None]  # the mapped axis of each tensor; None for a tensor that all calls share
 NEW: Outs = (None, None)
 
