@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, Unpack, overload
+from typing import Literal, TypeAlias, Unpack, overload
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from .planning.options import (
     Tangents, VjpOptions, Window,
 )  # fmt: skip
 from .planning.tangents import gathered
-from .plans.conversion import as_arrays
+from .plans.conversion import Out, as_arrays
 from .plans.plan import Gradients, Plan
 
 _Operand: TypeAlias = AnyArray | Quantized
@@ -34,21 +34,21 @@ _Operand: TypeAlias = AnyArray | Quantized
 
 @overload
 def attention(
-    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: Literal[False] = False,
+    q: _Operand, k: _Operand, v: _Operand, *, out: Out = None, return_lse: Literal[False] = False,
     **options: Unpack[CallOptions],
 ) -> Array: ...
 
 
 @overload
 def attention(
-    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: Literal[True],
+    q: _Operand, k: _Operand, v: _Operand, *, out: Out = None, return_lse: Literal[True],
     **options: Unpack[CallOptions],
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def attention(
-    q: _Operand, k: _Operand, v: _Operand, *, out: Any = None, return_lse: bool,
+    q: _Operand, k: _Operand, v: _Operand, *, out: Out = None, return_lse: bool,
     **options: Unpack[CallOptions],
 ) -> Array | tuple[Array, Array]: ...
 
@@ -74,7 +74,7 @@ def attention(
     deterministic: bool = False,
     q_start: int = 0,
     kv_start: int = 0,
-    out: Any = None,
+    out: Out = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Compute exact attention, softmax(scale q k^T + mask) v, with memory linear in the sequence length.
@@ -207,21 +207,21 @@ def attention(
 
 @overload
 def attention_vjp(
-    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: Literal[False] = False,
+    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Out = None, return_lse: Literal[False] = False,
     **options: Unpack[VjpOptions],
 ) -> tuple[Array, Callable[..., Gradients]]: ...
 
 
 @overload
 def attention_vjp(
-    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: Literal[True],
+    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Out = None, return_lse: Literal[True],
     **options: Unpack[VjpOptions],
 ) -> tuple[tuple[Array, Array], Callable[..., Gradients]]: ...
 
 
 @overload
 def attention_vjp(
-    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Any = None, return_lse: bool,
+    q: AnyArray, k: AnyArray, v: AnyArray, *, out: Out = None, return_lse: bool,
     **options: Unpack[VjpOptions],
 ) -> tuple[Array | tuple[Array, Array], Callable[..., Gradients]]: ...
 
@@ -248,9 +248,9 @@ def attention_vjp(
     deterministic: bool = False,
     q_start: int = 0,
     kv_start: int = 0,
-    out: Any = None,
+    out: Out = None,
     return_lse: bool = False,
-) -> tuple[Any, Callable[..., Gradients]]:
+) -> tuple[Array | tuple[Array, Array], Callable[..., Gradients]]:
     """Compute attention and return it with the function that pulls gradients back through it.
 
     Parameters
@@ -311,7 +311,7 @@ def attention_vjp(
 @overload
 def attention_jvp(
     q: AnyArray, k: AnyArray, v: AnyArray, q_dot: AnyArray | None = None, k_dot: AnyArray | None = None,
-    v_dot: AnyArray | None = None, *, tangents: Tangents | None = None, out: Any = None,
+    v_dot: AnyArray | None = None, *, tangents: Tangents | None = None, out: Out = None,
     return_lse: Literal[False] = False, **options: Unpack[CallOptions],
 ) -> tuple[Array, Array]: ...
 
@@ -319,7 +319,7 @@ def attention_jvp(
 @overload
 def attention_jvp(
     q: AnyArray, k: AnyArray, v: AnyArray, q_dot: AnyArray | None = None, k_dot: AnyArray | None = None,
-    v_dot: AnyArray | None = None, *, tangents: Tangents | None = None, out: Any = None, return_lse: Literal[True],
+    v_dot: AnyArray | None = None, *, tangents: Tangents | None = None, out: Out = None, return_lse: Literal[True],
     **options: Unpack[CallOptions],
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]: ...
 
@@ -349,9 +349,9 @@ def attention_jvp(
     deterministic: bool = False,
     q_start: int = 0,
     kv_start: int = 0,
-    out: Any = None,
+    out: Out = None,
     return_lse: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Array | tuple[Array, Array], Array | tuple[Array, Array]]:
     """Compute attention and its tangent, the derivative along tangents of its arrays, by forward-mode differentiation.
 
     Parameters
@@ -443,7 +443,7 @@ def attention_hvp(
     q_start: int = 0,
     kv_start: int = 0,
     return_lse: bool = False,
-) -> tuple[Any, Gradients, Gradients]:
+) -> tuple[Array | tuple[Array, Array], Gradients, Gradients]:
     """Compute attention, its gradients, and tangents of the gradients: Hessian-vector products, forward over reverse.
 
     Without `do_dot` and `dlse_dot`, the tangents are the Hessian of sum(do * o) + sum(dlse * lse) times the vector of

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .arrays import DTYPES, Array, accumulator_dtype, is_array, is_shape, namespace
+from .arrays import DTYPES, Array, Namespace, accumulator_dtype, is_array, is_shape, namespace
 from .errors import UnsupportedProblem, refuse
 
 _ON_DEVICE = {2: "CUDA", 13: "CUDA managed"}  # DLPack device types kDLCUDA and kDLCUDAManaged
@@ -138,7 +138,7 @@ def is_on_cuda(name: str, value: Any) -> bool:
     return kind in _ON_DEVICE
 
 
-def taken(name: str, value: Any, xp: Any) -> Array:
+def taken(name: str, value: Any, xp: Namespace) -> Array:
     """Convert an array of another library to one of the namespace `xp` at the same address, without a copy.
 
     Raises
@@ -160,13 +160,13 @@ def taken(name: str, value: Any, xp: Any) -> Array:
         ) from error
 
 
-def _is_on_stream_of(tensor: Any, cupy: Any) -> bool:
+def _is_on_stream_of(tensor: Array, cupy: Namespace) -> bool:
     """True if PyTorch's current stream on a tensor's device is also CuPy's, so that neither must wait for the other."""
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(tensor.get_device())
     return stream == int(cupy.cuda.get_current_stream().ptr)
 
 
-def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
+def tensors_layout(*tensors: Array) -> tuple[Hashable, ...] | None:
     """Return the layout key of PyTorch tensors that kernels on CuPy's current stream can read in place, or None.
 
     Tensors with equal keys are converted to arrays with equal layouts, except for the alignment of their addresses.
@@ -185,12 +185,12 @@ def tensors_layout(*tensors: Any) -> tuple[Hashable, ...] | None:
     return tuple(layouts) if _is_on_stream_of(tensors[0], cupy) else None
 
 
-def _is_plain(value: Any, torch: Any) -> bool:
+def _is_plain(value: Any, torch: Namespace) -> bool:
     """True if a value is a dense tensor on a CUDA device, and not an instance of a subclass of torch.Tensor."""
     return type(value) is torch.Tensor and value.is_cuda and value.layout is torch.strided
 
 
-def _of_tensor(tensor: Any, cupy: Any) -> Array:
+def _of_tensor(tensor: Array, cupy: Namespace) -> Array:
     """Return a CuPy array that shares a CUDA tensor's memory and keeps it alive; DLPack takes five times as long."""
     itemsize = tensor.element_size()
     shape, strides = tuple(tensor.shape), tuple(step * itemsize for step in tensor.stride())
@@ -237,7 +237,7 @@ def _extended_dtype(value: Any) -> np.dtype[np.generic] | None:
     return _EXTENDED.get(str(dtype).removeprefix("torch."))
 
 
-def _of_extended(value: Any, dtype: np.dtype[np.generic], xp: Any) -> Array:
+def _of_extended(value: Any, dtype: np.dtype[np.generic], xp: Namespace) -> Array:
     """Convert an array whose dtype NumPy's DLPack lacks: a tensor as integers, others by the buffer protocol."""
     if is_tensor(value):
         integers = getattr(sys.modules["torch"], f"int{8 * dtype.itemsize}")
@@ -303,12 +303,12 @@ def has_dual_level() -> bool:
     return bool(is_inside and torch._C._is_fwd_grad_enabled())
 
 
-def _is_fake(tensor: Any) -> bool:
+def _is_fake(tensor: Array) -> bool:
     """True if a tensor is a FakeTensor, with which `torch.compile` and `torch.export` compute shapes."""
     return isinstance(tensor, getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ()))
 
 
-def _fix_of_tracer(tensor: Any) -> str:
+def _fix_of_tracer(tensor: Array) -> str:
     """Return advice on how to call attention outside of the PyTorch transformation that created a tracer."""
     if is_batched(tensor):
         return "call this outside of torch.vmap: leading axes are batch axes, so call it once on the whole batch"
@@ -317,14 +317,14 @@ def _fix_of_tracer(tensor: Any) -> str:
     return "call this outside of torch.compile, torch.export, torch.vmap and torch.func"
 
 
-def is_batched(tensor: Any) -> bool:
+def is_batched(tensor: Array) -> bool:
     """True if a tensor was created by `torch.vmap`, or by a backward pass with is_grads_batched=True."""
     functorch = sys.modules["torch"]._C._functorch
     kinds = "is_batchedtensor", "is_legacy_batchedtensor"  # is_grads_batched=True creates the latter
     return any(getattr(functorch, kind)(tensor) for kind in kinds if hasattr(functorch, kind))
 
 
-def _has_no_operations(tensor: Any) -> bool:
+def _has_no_operations(tensor: Array) -> bool:
     """True if a tensor's class does not override operations, so that its elements alone represent it."""
     torch, kind = sys.modules["torch"], type(tensor)
     plain = getattr(torch.Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl
@@ -332,7 +332,7 @@ def _has_no_operations(tensor: Any) -> bool:
     return function in plain and bool(kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__)
 
 
-def dtype_of(array: Any) -> np.dtype[np.generic]:
+def dtype_of(array: Array) -> np.dtype[np.generic]:
     """Return the NumPy dtype of an array or tensor; void for a PyTorch dtype that NumPy lacks."""
     if not is_tensor(array):
         dtype: np.dtype[np.generic] = np.dtype(array.dtype)

@@ -146,8 +146,9 @@ def _planned(
     `reasons` are the caller's reasons to refuse the call.
     """
     if rows is None:
-        with collecting(reasons):
-            outs = outputs_as_arrays(outs)
+        if outs:
+            with collecting(reasons):
+                outs = outputs_as_arrays(outs)
         plan = planned(arrays["q"], arrays["k"], arrays["v"], options, reasons=reasons)
         require_fit(plan._plan, plan.executor, "forward", arrays, outs)
     else:

@@ -21,6 +21,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from ..arrays import Namespace
 from ..errors import CompileError
 from ..keywords import explains_keywords
 from ..planning.routing import family_of
@@ -351,7 +352,7 @@ def _resources(log: str) -> Resources:
     )
 
 
-def current_device() -> tuple[Any, int]:
+def current_device() -> tuple[Namespace, int]:
     """Return CuPy and the number of its current device; refuse a process that was forked after CUDA was used.
 
     Raises
@@ -396,7 +397,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _cupy() -> Any:
+def _cupy() -> Namespace:
     if "cupy" not in sys.modules:
         _redirect_cupy_cache()
     try:
@@ -415,7 +416,7 @@ def _redirect_cupy_cache() -> None:
         os.environ.update(CUPY_CACHE_DIR=tempfile.gettempdir(), CUPY_CACHE_IN_MEMORY="1")
 
 
-def _kernel(cupy: Any, device: int, spec: KernelSpec, architecture: str, shared_bytes: int) -> Any:
+def _kernel(cupy: Namespace, device: int, spec: KernelSpec, architecture: str, shared_bytes: int) -> Any:
     with _guard:
         loaded = _loaded.setdefault((spec, architecture, device), _Loaded())
     if loaded.function is not None and shared_bytes <= loaded.shared_bytes:
@@ -441,7 +442,7 @@ class _Log(io.StringIO):
         return super().write(text)
 
 
-def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled]:
+def _load(cupy: Namespace, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled]:
     """Load a kernel on the current device through CuPy's cache, or without the cache if that fails."""
     started = perf_counter()
     try:
@@ -468,7 +469,7 @@ def _load(cupy: Any, spec: KernelSpec, architecture: str) -> tuple[Any, Compiled
     return function, compiled_kernel
 
 
-def _load_past_the_cache(cupy: Any, spec: KernelSpec, architecture: str, fault: Exception) -> tuple[Any, str]:
+def _load_past_the_cache(cupy: Namespace, spec: KernelSpec, architecture: str, fault: Exception) -> tuple[Any, str]:
     """Compile a kernel in memory and load it. If this fails too, the cache is not the cause."""
     code, log = _nvrtc(spec, architecture)
     module = cupy.cuda.Module()
@@ -485,7 +486,7 @@ def _load_past_the_cache(cupy: Any, spec: KernelSpec, architecture: str, fault: 
     return function, log
 
 
-def _resources_loaded(cupy: Any, function: Any) -> Resources:
+def _resources_loaded(cupy: Namespace, function: Any) -> Resources:
     driver = cupy.cuda.driver
     return Resources(
         registers=driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function.ptr),
@@ -495,7 +496,7 @@ def _resources_loaded(cupy: Any, function: Any) -> Resources:
     )
 
 
-def _raise_shared_limit(cupy: Any, spec: KernelSpec, function: Any, shared_bytes: int) -> None:
+def _raise_shared_limit(cupy: Namespace, spec: KernelSpec, function: Any, shared_bytes: int) -> None:
     """Raise the kernel's limit on dynamic shared memory above the default, which is the same on all chips."""
     driver, runtime = cupy.cuda.driver, cupy.cuda.runtime
     try:

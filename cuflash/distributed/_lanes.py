@@ -6,13 +6,14 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from types import EllipsisType, ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, Namespace
 from ..executors import gpu
 from ..executors._results import bound_row_sums
 from ..executors.launch import PassLayout
@@ -23,7 +24,15 @@ Arrays = Mapping[str, Array]
 Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
 
 
-Task = Callable[[Any, Any], None]  # takes the passes of the rank that runs a step and of the rank whose rows it reads
+class Arranged(Protocol):
+    """The passes of a rank, with the arrays that steps read and write, by name."""
+
+    @property
+    def arrays(self) -> Arrays: ...
+
+
+# Takes the passes of the rank that runs a step, and of the rank whose rows it reads.
+Task = Callable[[Arranged, Arranged], None]
 
 
 class Region(NamedTuple):
@@ -40,7 +49,7 @@ class Region(NamedTuple):
     """
 
     name: str
-    where: tuple[Any, ...] = (...,)
+    where: tuple[int | slice | EllipsisType, ...] = (...,)
     start: int = 0
     shape: tuple[int, ...] = ()
 
@@ -112,10 +121,10 @@ def joint_runs(source: Array, target: Array) -> tuple[tuple[int, int, int], ...]
 class HostLanes:
     """Lanes of a rank with NumPy arrays: a step is over when it returns."""
 
-    namespace: Any = np
+    namespace: Namespace = np
     kernels: Any = nullcontext()
 
-    def current(self) -> Any:
+    def current(self) -> AbstractContextManager[object]:
         """Return a context in which the rank allocates arrays."""
         return nullcontext()
 
@@ -131,7 +140,7 @@ class HostLanes:
     def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
         """Return a function that copies rows to this rank, for arrays with the layouts of these."""
 
-        def copy(own: Any, other: Any) -> None:
+        def copy(own: Arranged, other: Arranged) -> None:
             for move, to, start in routes:
                 for target, source in zip(move.written(to.of(own.arrays)), move.read(start.of(other.arrays))):
                     target[...] = source
@@ -146,7 +155,7 @@ class HostLanes:
         """Return a function that writes rows as sums of rows, for arrays with the layouts of these."""
         terms = [(np.flatnonzero(places >= 0), places[places >= 0]) for places in sums.table.T[1:]]
 
-        def add(own: Any, other: Any) -> None:
+        def add(own: Arranged, other: Arranged) -> None:
             for to, *sources in sums.pairs:
                 target, rows = to.of(own.arrays), np.concatenate([each.of(own.arrays) for each in sources], axis=-2)
                 total = np.zeros((*target.shape[:-2], len(sums.table), target.shape[-1]), rows.dtype)
@@ -208,7 +217,7 @@ class CudaLanes(HostLanes):
         written, *terms = zip(*([_place(each, arrays) for each in pair] for pair in sums.pairs))
         read = list(itertools.chain(*zip(*terms)))
 
-        def add(own: Any, other: Any) -> None:
+        def add(own: Arranged, other: Arranged) -> None:
             now = own.arrays
             addresses = [now[name].data.ptr + offset for name, offset in read]
             addresses.append(table.data.ptr)
@@ -229,7 +238,7 @@ class CudaLanes(HostLanes):
             return None
         places, numbers = [_place(region, arrays) for region in regions.values()], plan._numbers
 
-        def launch(own: Any, other: Any) -> None:
+        def launch(own: Arranged, other: Arranged) -> None:
             now = own.arrays
             addresses = [now[name].data.ptr + offset for name, offset in places]
             addresses += numbers
@@ -263,8 +272,9 @@ class DeviceLanes(CudaLanes):
             self._start = self._events[-1]
             self.stream = self._streams[RECEIVING]
 
-    def current(self) -> Any:
-        return self._cuda.Device(self.device)
+    def current(self) -> AbstractContextManager[object]:
+        device: AbstractContextManager[object] = self._cuda.Device(self.device)
+        return device
 
     def start(self) -> Event:
         super().start()
@@ -301,7 +311,7 @@ class DeviceLanes(CudaLanes):
                     following[kind, at + height * pitches[0], begin + height * pitches[1]] = copied
         copy_rows, kind_of_copy = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault
 
-        def copy(own: Any, other: Any) -> None:
+        def copy(own: Arranged, other: Arranged) -> None:
             now, of_source, stream = own.arrays, other.arrays, self.stream.ptr
             for to_name, at, to_pitch, name, begin, pitch, width, height in copies:
                 target, source = now[to_name].data.ptr + at, of_source[name].data.ptr + begin
@@ -320,7 +330,7 @@ def _place(region: Region, arrays: Arrays) -> tuple[str, int]:
     return region.name, region.of(arrays).data.ptr - arrays[region.name].data.ptr
 
 
-def _enable_access(runtime: Any, device: int, peer: int) -> None:
+def _enable_access(runtime: ModuleType, device: int, peer: int) -> None:
     """Let kernels and copies of a device access another's memory if the hardware can; otherwise, copies are staged."""
     if not runtime.deviceCanAccessPeer(device, peer):
         return

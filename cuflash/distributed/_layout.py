@@ -95,7 +95,7 @@ class Costs:
         return np.repeat(blocks, keys.block)[: keys.seqlen]
 
 
-def dealt(layout: Any, work: Array, seqlen: int, block: int, size: int) -> Rows:
+def dealt(layout: str | Array, work: Array, seqlen: int, block: int, size: int) -> Rows:
     """Return the assignment of rows for a layout, which is a name or has the rank of each block.
 
     Raises

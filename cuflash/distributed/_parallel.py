@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
+from collections.abc import Hashable
+from typing import Unpack
+
+from numpy.typing import DTypeLike
 
 from ..arrays import Array, as_dtype, describe, flag_reasons, is_array, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
@@ -91,7 +94,7 @@ class ContextParallel:
         num_kv_heads: int | None = None,
         seqlen_kv: int | None = None,
         batch: tuple[int, ...] = (),
-        layout: Any = "auto",
+        layout: str | Array = "auto",
         method: str = "auto",
         block: int = 128,
         **options: Unpack[VjpOptions],
@@ -120,7 +123,7 @@ class ContextParallel:
                 self._posed = Posed.of(arguments, Options(**options), group.size)
         texts = {name: fingerprint(value) for name, value in (arguments | options).items()}
         group._perform("ContextParallel", texts, reasons)
-        self._group, self._known = group, dict[Any, Prepared]()
+        self._group, self._known = group, dict[Hashable, Prepared]()
 
     # The layout.
 
@@ -205,7 +208,7 @@ class ContextParallel:
         """
         return namespace(x).ascontiguousarray(x[..., self._rows_of(x), :])
 
-    def _rows_of(self, x: Any) -> Array:
+    def _rows_of(self, x: Array) -> Array:
         """Return the positions of this rank's rows of an array of the whole sequence."""
         lengths = dict.fromkeys((self._posed.shape.seqlen_q, self._posed.shape.seqlen_kv))
         shape: tuple[int, ...] = getattr(x, "shape", ())
@@ -257,7 +260,7 @@ class ContextParallel:
 
     # Attention.
 
-    def attention(self, q: Array, k: Array, v: Array, *, return_lse: bool = False) -> Any:
+    def attention(self, q: Array, k: Array, v: Array, *, return_lse: bool = False) -> Array | tuple[Array, Array]:
         """Compute attention of this rank's queries to the keys of all ranks.
 
         Parameters
@@ -296,7 +299,9 @@ class ContextParallel:
         """
         return self.attention_vjp(q, k, v, return_lse=return_lse)[0]
 
-    def attention_vjp(self, q: Array, k: Array, v: Array, *, return_lse: bool = False) -> tuple[Any, Pullback]:
+    def attention_vjp(
+        self, q: Array, k: Array, v: Array, *, return_lse: bool = False
+    ) -> tuple[Array | tuple[Array, Array], Pullback]:
         """Compute attention, and return it with the function that pulls gradients back through it.
 
         Parameters
@@ -349,7 +354,7 @@ class ContextParallel:
         self._group._perform("attention", prepared.texts, [], call)
         return ((call.o, call.lse) if return_lse else call.o), Pullback(call.without_keys())
 
-    def _array_reasons(self, name: str, array: Any) -> list[str]:
+    def _array_reasons(self, name: str, array: Array) -> list[str]:
         posed, is_query = self._posed, name == "q"
         rows, heads = (self.rows, posed.shape.num_heads) if is_query else (self.kv_rows, posed.num_kv_heads)
         xp = self._group._lanes.namespace
@@ -375,7 +380,7 @@ class ContextParallel:
 
     # Bytes that ranks exchange
 
-    def traffic(self, head_dim: int, value_dim: int | None = None, dtype: Any = "float32") -> dict[str, Array]:
+    def traffic(self, head_dim: int, value_dim: int | None = None, dtype: DTypeLike = "float32") -> dict[str, Array]:
         """Return the bytes that ranks receive from each other, counted from the steps of both passes.
 
         Parameters
@@ -405,7 +410,7 @@ class ContextParallel:
         dims = key_dim, key_dim if value_dim is None else whole_number("value_dim", value_dim, 1)
         return self._posed.traffic(dims, as_dtype("dtype", dtype))
 
-    def workspace_bytes(self, head_dim: int, dtype: Any = "float32") -> int:
+    def workspace_bytes(self, head_dim: int, dtype: DTypeLike = "float32") -> int:
         """Return the bytes of memory that a rank needs in addition to its own rows and results.
 
         Parameters
@@ -432,7 +437,7 @@ class ContextParallel:
         """
         return self._posed.workspace_bytes(whole_number("head_dim", head_dim, 1), as_dtype("dtype", dtype))
 
-    def explain(self, head_dim: int = 128, dtype: Any = "float16", machine: Machine | None = None) -> str:
+    def explain(self, head_dim: int = 128, dtype: DTypeLike = "float16", machine: Machine | None = None) -> str:
         """Return a text about the layout, the bytes that move, and the cost model's estimates for both methods.
 
         Parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +17,7 @@ from ..keywords import explains_keywords
 from ..plans.fit import require_fit
 from ..plans.plan import Gradients, named_gradients
 from ._group import Group
-from ._lanes import Move, Region, Route, RowSums, Task
+from ._lanes import Arranged, Move, Region, Route, RowSums, Task
 from ._posed import Part, Posed
 from ._schedule import ADD, COPY, NUM_BUFFERS, TAKE, Program, Step, program
 
@@ -45,14 +45,14 @@ class Pass:
         """Return the rows that a step moves, on any rank."""
         raise NotImplementedError
 
-    def do(self, number: int, source: Any) -> None:
+    def do(self, number: int, source: Arranged) -> None:
         """Run a step of this rank that reads the arrays of a pass of another, or of this one."""
         task = self._tasks.get(number)
         if task is None:
             task = self._tasks[number] = self._prepared(number, source)
         task(self, source)
 
-    def _prepared(self, number: int, source: Any) -> Task:
+    def _prepared(self, number: int, source: Arranged) -> Task:
         """Return a function that runs a step."""
         return self.group._lanes.copier(self.routes(number), self.arrays, source.arrays)
 
@@ -104,7 +104,7 @@ class Prepared:
     texts: dict[str, str]
     dims: tuple[int, int]
     dtype: np.dtype[np.generic]
-    tasks: dict[Any, dict[int, Task]] = field(default_factory=dict, init=False)
+    tasks: dict[Hashable, dict[int, Task]] = field(default_factory=dict, init=False)
     constants: dict[str, Array] = field(default_factory=dict, init=False)
     memory: dict[str, dict[str, ShapeDtype]] = field(default_factory=dict, init=False)
     regions: dict[tuple[str, str, int], Region] = field(default_factory=dict, init=False)
@@ -152,7 +152,7 @@ class _Attention(Pass):
 
     name: str
 
-    def __init__(self, prepared: Prepared, key: Any, arrays: Mapping[str, Array]) -> None:
+    def __init__(self, prepared: Prepared, key: Hashable, arrays: Mapping[str, Array]) -> None:
         self.prepared, self.posed, self.parts = prepared, prepared.posed, prepared.parts
         self._gathers, empty = self.posed.method == "gather", prepared.group._lanes.namespace.empty
         memory = {name: empty(like.shape, like.dtype) for name, like in prepared.memory[self.name].items()}
@@ -175,7 +175,7 @@ class _Attention(Pass):
             return regions["keys", name, group], Region(name)
         return regions["received", name[1:], group], regions["sums", name[1:], group]
 
-    def _prepared(self, number: int, source: Any) -> Task:
+    def _prepared(self, number: int, source: Arranged) -> Task:
         step = self.steps[number]
         if step.kind in (COPY, TAKE):
             return super()._prepared(number, source)
@@ -195,7 +195,7 @@ class _Attention(Pass):
         if len(tasks) == 1:
             return tasks[0]
 
-        def run(own: Any, other: Any) -> None:
+        def run(own: Arranged, other: Arranged) -> None:
             for task in tasks:
                 task(own, other)
 
@@ -301,7 +301,7 @@ class _Backward(_Attention):
             self.others[key] = self.others.get(key, 0) + whole.astype(accumulator_dtype(whole.dtype))
 
     def _of_all_heads(self, part: Part, dsink: Array) -> Array:
-        sink: Any = self.posed.options.sink
+        sink: Array = self.posed.options.sink
         shape: tuple[int, ...] = np.shape(sink)
         if dsink.shape == shape:
             return dsink
@@ -376,7 +376,7 @@ class Pullback:
         return Gradients(dq, dk, dv, backward.other_gradients())
 
 
-def _reasons(name: str, array: Any, like: Array) -> list[str]:
+def _reasons(name: str, array: Array, like: Array) -> list[str]:
     if type(array) is type(like) and array.shape == like.shape and array.dtype == like.dtype:
         return []
     kind = "NumPy" if isinstance(like, np.ndarray) else "CuPy"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype, accumulator_dtype, describe, is_int, namespace
+from ..arrays import Array, Namespace, ShapeDtype, accumulator_dtype, describe, is_int, namespace
 from ..blocks.work_list import requested_mask
 from ..calls._call import planned
 from ..executors import gpu
@@ -230,7 +230,7 @@ class Posed:
         options = on_device(self.options, xp)
         operands = dict[str, Array]()
         if options.sink is not None:
-            sink: Any = options.sink
+            sink: Array = options.sink
             operands["sink"] = sink[..., heads] if sink.shape[-1:] == (whole.num_heads,) else sink
             options = options._replace(sink=operands["sink"])
         counts = heads.stop - heads.start, stop - first, stop - first
@@ -309,7 +309,7 @@ class Posed:
         shares = loads / loads.mean() if loads.any() and self.method == "gather" else np.ones(self.size)
 
         tiles = self.shape.num_batch * self.shape.num_heads * self.shape.seqlen_q / TILE / self.size
-        costs = dict[tuple[Any, ...], tuple[float, int]]()  # of steps that differ in the group alone
+        costs = dict[Hashable, tuple[float, int]]()  # of steps that differ in the group alone
 
         def cost(number: int, step: Step) -> tuple[float, int]:
             first, stop = self.kv_groups(step.rank)[step.group]
@@ -400,7 +400,7 @@ class Posed:
         return "\n".join(lines)
 
 
-def on_device(options: Options, xp: Any) -> Options:
+def on_device(options: Options, xp: Namespace) -> Options:
     """Copy the bias, sink and score arrays of options to the device of a rank, and select its executor."""
     if xp is np:
         return options

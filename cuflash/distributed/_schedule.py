@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 COPY, ATTEND, TAKE, ADD = "copy", "attend", "take", "add"
 NUM_BUFFERS = 2  # a rank copies the next group while it computes one
@@ -185,7 +185,7 @@ def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None
     """
     order = range(len(steps)) if order is None else order
     place = {number: n for n, number in enumerate(order)}
-    known, awaited = dict[tuple[Any, Any], int](), set[int]()
+    known, awaited = dict[tuple[Hashable, Hashable], int](), set[int]()
     drafts, ends = list[tuple[int, list[int]]](), [dict[tuple[int, int], int]() for _ in range(size)]
     for number in order:
         step = steps[number]

@@ -66,7 +66,7 @@ class _Meeting:
 
     lanes: Sequence[HostLanes]
     timeout: float
-    order: Any = None  # a random generator if steps run in a drawn order
+    order: np.random.Generator | None = None  # a random generator if steps run in a drawn order
     changed: threading.Condition = field(default_factory=threading.Condition)
     error: str = ""  # why the group is closed
     visit: _Visit = field(default_factory=_Visit)  # the one that ranks arrive at next
@@ -141,9 +141,9 @@ class _Meeting:
         if (reasons := refusal([offer for _, (*offer, _), _ in values])) or works[0] is None:
             return reasons
         issued = works[0].program
-        if self.order is not None:
+        if (order := self.order) is not None:
             steps = works[0].steps
-            issued = program(steps, len(works), drawn_order(steps, lambda ready: int(self.order.choice(ready))))
+            issued = program(steps, len(works), drawn_order(steps, lambda ready: int(order.choice(ready))))
         events: dict[int, Event] = {~rank: start for rank, (_, _, start) in enumerate(values)}
         try:
             for rank, issues in issued.turns:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import LibController, ThreadpoolController
 
 _NAMES = {
     "openblas": ("openblas_get_num_threads", "openblas_set_num_threads"),
@@ -67,7 +67,7 @@ def _libraries() -> list[_OfProcess | _OfThread]:
     return _known
 
 
-def _library(controller: Any) -> _OfProcess | _OfThread:
+def _library(controller: LibController) -> _OfProcess | _OfThread:
     if controller.internal_api == "mkl":
         swap = _function(controller, "MKL_Set_Num_Threads_Local")  # returns 0 if no count is set for the thread
         if swap is not None:
@@ -80,13 +80,13 @@ def _library(controller: Any) -> _OfProcess | _OfThread:
     return _OfProcess(get or controller.get_num_threads, set_ or controller.set_num_threads)
 
 
-def _swapped(get: Any, set_: Any, number: int) -> int:
-    before: int = get()
+def _swapped(get: Callable[[], int], set_: Callable[[int], object], number: int) -> int:
+    before = get()
     set_(number)
     return before
 
 
-def _function(controller: Any, name: str) -> Any:
+def _function(controller: LibController, name: str) -> Any:
     """Return a function of a loaded library, or None if the library does not have it."""
     for prefix, suffix in product(_PREFIXES, _SUFFIXES) if name else ():
         try:

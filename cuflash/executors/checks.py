@@ -123,7 +123,7 @@ def check_lists(work: WorkList, lists: Mapping[str, Array]) -> None:
         _require("column_entries", order == numbers, f"hold each of 0..{len(numbers) - 1} once per matrix")
 
 
-def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]) -> None:
+def _check_list(work: ListedWork, name: str, side: Array, lists: Mapping[str, Array]) -> None:
     index = work.index
     matrices, entries = index.batch * index.num_heads, int(lists["row_pointers"].ravel()[-1])
     if name in ("row_pointers", "column_pointers"):
@@ -155,11 +155,11 @@ def _check_list(work: ListedWork, name: str, side: Any, lists: Mapping[str, Any]
         _require(name, ~are_bits | (side >= 0) & (side < len(lists["bits"])), f"be in 0..{len(lists['bits']) - 1}")
 
 
-def _in_range(name: str, values: Any, start: int, stop: int) -> None:
+def _in_range(name: str, values: Array, start: int, stop: int) -> None:
     _require(name, (values >= start) & (values < stop), f"be in {start}..{stop - 1}")
 
 
-def _require(name: str, holds: Any, rule: str) -> None:
+def _require(name: str, holds: Array, rule: str) -> None:
     if not holds.all():
         position = [int(side[0]) for side in np.nonzero(~np.atleast_1d(holds))]
         raise RuntimeError(f"the work list's {name}, invalid at {position}, must {rule}")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -111,6 +112,7 @@ _PASSES = {"forward": _forward, "backward": _backward}
 _OF_HEADS = ("sink", "dsink", "sink.dot")  # arrays with one number per head
 _OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta.dot")  # with one number per query
 _OF_SCORE = ("score.", "dscore.")  # prefixes of a score function's arrays, tangents and gradients
+BATCH_HEAD, ROWS = attrgetter("b", "h"), attrgetter("rows")  # of a tile
 RowIndex: TypeAlias = tuple[int | slice | Array, ...]  # selects rows [tiles, rows, ...] of several matrices
 
 
@@ -170,7 +172,7 @@ class HostCall:
         (b, h), row_set = batch_heads[0], rows[0]
         if any(other is not row_set for other in rows):
             row_set = np.stack([row_numbers(other) for other in rows])
-        elif isinstance(row_set, slice) and batch_heads == [(b, h + i) for i in range(len(batch_heads))]:
+        elif isinstance(row_set, slice) and batch_heads == [*zip(repeat(b), range(h, h + len(batch_heads)))]:
             return (*self.batch_indices[b], slice(h, h + len(batch_heads)), row_set)
         else:
             row_set = row_numbers(row_set)[None]
@@ -264,7 +266,7 @@ class HostCall:
     def backward_columns(self, drawn: tuple[list[Tile], Turn], scratch: Array) -> None:
         """Compute dK and dV of key tiles, summed over the query heads that share them, and add to dQ in turn."""
         tiles, turn = drawn
-        keys = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
+        keys = self.row_index([*map(BATCH_HEAD, tiles)], [*map(ROWS, tiles)])
         k, v = self.read("k", keys), self.read("v", keys)
         is_finite = np.isfinite(k).all(axis=-1)
         dk: Array | None = None
@@ -330,7 +332,7 @@ class HostCall:
 
     def rows_of(self, tiles: list[Tile]) -> tuple[RowIndex, list[BatchHead]]:
         """Return the rows of query tiles, and the key/value heads that they read."""
-        rows = self.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
+        rows = self.row_index([*map(BATCH_HEAD, tiles)], [*map(ROWS, tiles)])
         return rows, [(tile.b, tile.h // self.group_size) for tile in tiles]
 
     def _row_places(self, tiles: list[Tile], steps: tuple[Step, ...]) -> tuple[Array, ...]:

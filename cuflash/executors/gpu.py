@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, summed_to
+from ..arrays import Array, Namespace, summed_to
 from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..compiler.earlier_failure import raise_earlier
@@ -63,14 +63,14 @@ def _device_spec(number: int) -> DeviceSpec:
     )
 
 
-class _DeviceLists(Lists):
+class DeviceLists(Lists):
     """The arrays of a work list on one device, and the streams that must have read them before they are freed.
 
     CuPy's pool reuses freed memory for the next array of the stream that it was allocated on. So if another stream
     still reads the memory, the allocating stream, not the host, first waits for the other one.
     """
 
-    def __init__(self, cupy: Any, arrays: dict[str, Array]) -> None:
+    def __init__(self, cupy: Namespace, arrays: dict[str, Array]) -> None:
         super().__init__(arrays)
         self._cupy = cupy
         self._stream = cupy.cuda.get_current_stream()
@@ -124,9 +124,9 @@ class Gpu:
     """
 
     def __init__(self) -> None:
-        self._device_lists: WeakKeyDictionary[WorkList, dict[int, _DeviceLists]] = WeakKeyDictionary()
+        self._device_lists: WeakKeyDictionary[WorkList, dict[int, DeviceLists]] = WeakKeyDictionary()
         self._sending: WeakKeyDictionary[WorkList, threading.Lock] = WeakKeyDictionary()
-        self._to_release: deque[_DeviceLists] = deque()
+        self._to_release: deque[DeviceLists] = deque()
         self._zeroed: dict[tuple[int, int, int], dict[int, Piece]] = {}
         self._pieces: dict[int, dict[int, list[Piece]]] = {}
         self._lock = threading.Lock()
@@ -224,7 +224,7 @@ class Gpu:
         """Return the arrays of a work list on the current device, copied there once."""
         return self.device_lists(work) or _NO_LISTS
 
-    def device_lists(self, work: WorkList) -> _DeviceLists | None:
+    def device_lists(self, work: WorkList) -> DeviceLists | None:
         """Return the holder of a work list's arrays on the current device; None if the list has no arrays."""
         import cupy
 
@@ -244,13 +244,13 @@ class Gpu:
                 by_device[number] = self.guarded(work, arrays)
             return by_device[number]
 
-    def guarded(self, owner: Any, arrays: dict[str, Array]) -> _DeviceLists:
+    def guarded(self, owner: object, arrays: dict[str, Array]) -> DeviceLists:
         """Hold arrays that the current stream wrote; the holder outlives `owner` until all streams have read them."""
-        device_lists = _DeviceLists(namespace(), arrays)
+        device_lists = DeviceLists(namespace(), arrays)
         finalize(owner, self._retire, device_lists).atexit = False
         return device_lists
 
-    def _retire(self, device_lists: _DeviceLists) -> None:
+    def _retire(self, device_lists: DeviceLists) -> None:
         """Keep the arrays of a deleted work list if other streams may read them; runs at any time, on any thread."""
         if device_lists.has_other_streams:
             self._to_release.append(device_lists)
@@ -331,7 +331,7 @@ def _not_compiled(launches: Iterable[Launch]) -> list[KernelSpec]:
     return [spec for spec, nbytes in guarded if not nvrtc.is_loaded(spec, capability, nbytes)]
 
 
-def namespace() -> Any:
+def namespace() -> Namespace:
     """Return CuPy.
 
     Raises
@@ -515,7 +515,7 @@ def lists_of_calls(plan: KernelPlan, work: WorkAtCall, machine: Gpu | None = Non
 
 
 _captured: WeakKeyDictionary[KernelPlan, list[Array]] = WeakKeyDictionary()
-_pinned: set[Any] = set()
+_pinned: set[Hashable] = set()
 
 
 def hold(owner: Hashable) -> None:

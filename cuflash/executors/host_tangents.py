@@ -30,7 +30,7 @@ from ..planning.options import DOT
 from ..planning.plan import KernelPlan
 from . import cpu
 from ._host_tiles import Tile, steps_side_by_side
-from .cpu import HostCall, RowIndex, added
+from .cpu import BATCH_HEAD, ROWS, HostCall, RowIndex, added
 from .host_threads import run
 from .launch import BoundCall, PassLayout
 from .tile_scores import coordinates
@@ -208,7 +208,7 @@ class HostTangents:
     def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
         """Compute dk_dot and dv_dot of key tiles, summed over the query heads that share them."""
         call = self.call
-        keys = call.row_index([(tile.b, tile.h) for tile in tiles], [tile.rows for tile in tiles])
+        keys = call.row_index([*map(BATCH_HEAD, tiles)], [*map(ROWS, tiles)])
         k, v = self._read("k", keys), self._read("v", keys)
         dk: Array | None = None
         dv: Array | None = None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -131,7 +130,7 @@ def _params(plan: KernelPlan) -> Feature:
     return Feature("params", PARAMS, values, (*TABLES, AT_CALL), names=names, starts=starts)
 
 
-def _put_dq_numbers(shape: Any, plan: KernelPlan, num_kv_heads: int) -> None:
+def _put_dq_numbers(shape: np.void, plan: KernelPlan, num_kv_heads: int) -> None:
     """Set the number of heads whose dQ is finished in order, and the lead and lag of tiles, if there is an order."""
     assert plan.kernels is not None
     order: DqSemaphoreOrder | None = plan.kernels.order.dq

@@ -106,8 +106,9 @@ class Simulator:
 
 def _workspace(workspace: Workspace) -> Array:
     """Return an array of zeros if kernels need them; otherwise set all bits (NaN), to reveal reads before writes."""
-    fill = 0 if workspace.is_zeroed else 0xFF
-    return np.full(workspace.nbytes, fill, np.uint8).view(workspace.dtype).reshape(workspace.shape)
+    array = np.empty(workspace.shape, workspace.dtype)
+    array.reshape(-1).view(np.uint8)[...] = 0 if workspace.is_zeroed else 0xFF
+    return array
 
 
 @lru_cache(maxsize=256)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..arrays import Array
 from ..scores._primitives import PRIMITIVES
@@ -35,9 +36,9 @@ class Block(NamedTuple):
 
     tiles: slice
     keys: slice
-    values: Mapping[int, Any]
+    values: Mapping[int, Array]
 
-    def of(self, x: Any) -> Any:
+    def of(self, x: Array) -> Array:
         """Return the part of an array that broadcasts against the tiles; numbers are returned unchanged."""
         if np.ndim(x) != 3:
             return x
@@ -113,14 +114,14 @@ def blocks(
     schedule, real = _schedule(program, requested), s.dtype.type
     b = at[0]
     by_op = dict(zip("bhij", at))
-    of_tile: dict[int, Any] = {}
+    of_tile: dict[int, Array] = {}
     for n in schedule.of_tile:
         instruction = program.instructions[n]
         args = [of_tile[a] for a in instruction.args]
         own = by_op.get(instruction.op)
         of_tile[n] = result(program, operands, instruction, args, b, real) if own is None else own
     read = {a for step in schedule.of_block for a in step.instruction.args}.union(requested).intersection(of_tile)
-    dtypes: dict[BlockKind, Any] = {"real": s.dtype, "int": np.int64, "bool": np.bool}
+    dtypes: dict[BlockKind, DTypeLike] = {"real": s.dtype, "int": np.int64, "bool": np.bool}
     memories: list[Array] = []
     for tiles, keys in _parts(s.shape):
         block = Block(tiles, keys, {})
@@ -143,7 +144,7 @@ def blocks(
         yield block._replace(values=values)
 
 
-def _write(op: str, args: list[Any], out: Array) -> None:
+def _write(op: str, args: list[Array], out: Array) -> None:
     """Write an operation's result to `out`, which may be the memory of an argument unless `op` is "where"."""
     if op == "real":
         out[...] = args[0]

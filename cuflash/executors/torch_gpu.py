@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, tensor: Any) -> Layout:
+    def of(cls, tensor: torch.Tensor) -> Layout:
         is_float, itemsize = tensor.dtype in NUMPY_DTYPES, tensor.element_size()
         dtype = NUMPY_DTYPES[tensor.dtype] if is_float else dtype_of(tensor)
         strides = tuple(step * itemsize for step in tensor.stride())
@@ -70,17 +70,17 @@ class Layout(NamedTuple):
         return gpu.namespace()
 
 
-def layout_key(*tensors: Any) -> Hashable:
+def layout_key(*tensors: torch.Tensor) -> Hashable:
     """Return shapes, strides, dtypes and devices of tensors, and the current device."""
     return torch._C._cuda_getDevice(), *[(each.shape, each.stride(), each.dtype, each.get_device()) for each in tensors]
 
 
-def is_elsewhere(tensor: Any) -> bool:
+def is_elsewhere(tensor: torch.Tensor) -> bool:
     """True if a tensor is on a CUDA device that is not the current one."""
     return getattr(tensor, "is_cuda", False) and tensor.get_device() != torch._C._cuda_getDevice()
 
 
-def within(tensor: Any) -> Any:
+def within(tensor: torch.Tensor) -> torch.cuda.device:
     """Return a context in which the CUDA device of a tensor is the current one."""
     return torch.cuda.device(tensor.get_device())
 
@@ -153,7 +153,7 @@ class TorchGpu(gpu.Gpu):
                 torch.cuda.empty_cache()  # PyTorch's cache of free memory may be all that is left
                 return make()
 
-    def device_lists(self, work: WorkList) -> Any:
+    def device_lists(self, work: WorkList) -> gpu.DeviceLists | None:
         """Return lists on the device after waiting for their copy, since a PyTorch capture must not query an event."""
         device_lists = super().device_lists(work)
         if device_lists is not None:
@@ -176,7 +176,7 @@ class TorchGpu(gpu.Gpu):
             gpu.hold(plan)
 
 
-def _as_tensor_of(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[tuple[int, ...], Any]:
+def _as_tensor_of(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[tuple[int, ...], torch.dtype]:
     dtype = np.dtype(dtype)
     if dtype in TORCH_DTYPES:
         return shape, TORCH_DTYPES[dtype]

@@ -93,7 +93,7 @@ class XlaGpu(gpu.Gpu):
     def workspaces(self, needs: Mapping[str, Workspace]) -> Any:
         return _Workspaces(needs)
 
-    def device_lists(self, work: WorkList) -> Any:
+    def device_lists(self, work: WorkList) -> gpu.DeviceLists | None:
         """Return lists on the device after waiting, once, for their copy."""
         device_lists = super().device_lists(work)
         if device_lists is not None:

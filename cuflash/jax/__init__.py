@@ -6,7 +6,7 @@ the CPU to the `cpu` executor, on a GPU to a function that launches kernels on X
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 
@@ -70,7 +70,7 @@ def attention(
     q_start: int = 0,
     kv_start: int = 0,
     return_lse: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute exact attention of JAX arrays; JAX can differentiate o and lse.
 
     Parameters

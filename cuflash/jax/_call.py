@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,12 +21,13 @@ from ..masks.base import Mask
 from ..masks.content import held_arrays
 from ..planning.dropout_launches import SEED, numbers_of
 from ..planning.lookup import Lookup, lookup
-from ..planning.options import Options
+from ..planning.options import MaskLike, Options
 from ..planning.tangents import tangents_among
 from ..plans.plan import Plan, with_numbers
 from ..scores import Score
 from ..scores.program import ArrayType
 
+_Made = TypeVar("_Made")
 MASK = "mask."  # prefix of the names of a mask's arrays
 _SEED = ShapeDtype((), np.dtype(np.uint64))
 
@@ -42,7 +43,7 @@ class Slot:
         return jax.numpy
 
 
-def separated(q: Any, k: Any, v: Any, options: Options) -> tuple[Options, dict[str, Any]]:
+def separated(q: Array, k: Array, v: Array, options: Options) -> tuple[Options, dict[str, Array]]:
     """Return options in which shapes (slots in masks) replace arrays of JAX, and all arrays by name."""
     arrays, mask, dropout, seed = {"q": q, "k": k, "v": v}, options.mask, options.dropout, None
     if isinstance(dropout, Dropout) and dropout._draws.threshold:
@@ -67,9 +68,9 @@ def separated(q: Any, k: Any, v: Any, options: Options) -> tuple[Options, dict[s
     return options, arrays
 
 
-def from_cache(looked_up: Lookup, key: Hashable, make: Callable[[], Any]) -> Any:
+def from_cache(looked_up: Lookup, key: Hashable, make: Callable[[], _Made]) -> _Made:
     """Return the object of a key from the cache of calls, or a new one, which is kept if there is a key."""
-    known = looked_up.find(key)
+    known: _Made | None = looked_up.find(key)
     if known is None:
         snapshot = looked_up.snapshot()
         known = make()
@@ -117,7 +118,7 @@ class JaxCall:
         """True if the mask's arrays are among the operands."""
         return any(name.startswith(MASK) for name in self.dtypes)
 
-    def cached(self, what: str, make: Callable[[], Any], *key: Hashable) -> Any:
+    def cached(self, what: str, make: Callable[[], _Made], *key: Hashable) -> _Made:
         """Return an object that depends on the call and on a key, from the cache of calls if possible."""
         full = None
         if self.has_key and not checks.is_on():
@@ -126,22 +127,23 @@ class JaxCall:
             return from_cache(self.looked_up, full, make)
         if (what, key) not in self._own:
             self._own[what, key] = make()
-        return self._own[what, key]
+        own: _Made = self._own[what, key]
+        return own
 
     def cached_plan(
-        self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...], mask: Callable[[], Any]
-    ) -> Plan:
+        self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...],
+        mask: Callable[[], MaskLike | None],
+    ) -> Plan:  # fmt: skip
         """Return a plan for arrays of these shapes; passes that read more or fewer arrays share it.
 
         `mask` returns the mask for the plan.
         """
         own = tuple((name, shapes.get(name)) for name in self.dtypes)
         key = executor, own, wrt, tuple(tangents_among(shapes))
-        plan: Plan = self.cached("jax plan", lambda: self.planned(executor, shapes, wrt, mask()), *key)
-        return plan
+        return self.cached("jax plan", lambda: self.planned(executor, shapes, wrt, mask()), *key)
 
     def planned(
-        self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...], mask: Any
+        self, executor: str, shapes: Mapping[str, tuple[int, ...]], wrt: tuple[str, ...], mask: MaskLike | None
     ) -> Plan:
         """Return a new plan for arrays of these shapes, with a mask that holds its arrays."""
         of = {name: ShapeDtype(shape, self.dtypes[name]) for name, shape in shapes.items() if name in self.dtypes}
@@ -156,7 +158,7 @@ class JaxCall:
         return with_numbers(ready, numbers_of(self.options.dropout))
 
 
-def mask_over(mask: Any, arrays: Mapping[str, Array]) -> Any:
+def mask_over(mask: MaskLike | None, arrays: Mapping[str, Array]) -> MaskLike | None:
     """Return a mask with arrays in its slots; `arrays` has them by the names of operands."""
     if not isinstance(mask, Mask):
         return mask

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from ..arrays import flag_reasons, is_array
+from ..arrays import Array, flag_reasons, is_array
 from ..errors import refuse
 from ..executors import checks
 from ..layouts import is_tracer
@@ -22,7 +22,9 @@ from ._checks import array_reasons, has_data, holds_data, require, traced_reason
 from ._primitives import bind
 
 
-def called(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
+def called(
+    q: Array, k: Array, v: Array, options: Options, return_lse: bool
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute `attention` with its options as one value.
 
     Calls with equal keys share a jitted function, which JAX compiles for each layout of arrays. Gradients outside of
@@ -35,7 +37,7 @@ def called(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
     if have_data and type(return_lse) is bool and has_key(looked_up, names) and not checks.is_on():
         key = looked_up.key("jax", names, numbers_of(without.dropout))
 
-    def make() -> Callable[..., Any]:
+    def make() -> Callable[..., Sequence[jax.Array]]:
         refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
         refuse(array_reasons(arrays))
         if not have_data or not isinstance(options.executor, str):
@@ -53,7 +55,7 @@ def _forward(options: Options, names: tuple[str, ...], *arrays: jax.Array) -> li
     return bind(JaxCall.of(options, named), "forward", named)
 
 
-def _of_jax(value: Any) -> Any:
+def _of_jax(value: Array) -> Array:
     """Return a NumPy array, or a list of numbers, as a JAX array in a dtype that JAX supports; other values unchanged.
 
     It is a copy, since later changes of the NumPy array must not affect gradients. Tracers that hold a NumPy array are

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
+from ..arrays import Array
 from ..executors.xla_gpu import Flat
 from ..sim.compiler import BuildError, host_library
 
@@ -97,7 +98,7 @@ class Handler:
         self._library.cuflash_set_driver(ctypes.byref(_Driver(*functions, _address(self._bind))))
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(self._library.cuflash_pass), platform=platform)
 
-    def __call__(self, flat: Callable[[int], Flat], device: int, held: Sequence[Any]) -> NativePass | None:
+    def __call__(self, flat: Callable[[int], Flat], device: int, held: Sequence[Array]) -> NativePass | None:
         """Return the pass that XLA launches, or None if it exceeds a limit; equal ones are one object.
 
         Parameters
@@ -141,7 +142,9 @@ class NativePass:
         processes, too.
     """
 
-    def __init__(self, number: int, flat: Callable[[int], Flat], arrays: Sequence[Any], set_pass: Any) -> None:
+    def __init__(
+        self, number: int, flat: Callable[[int], Flat], arrays: Sequence[Array], set_pass: Callable[..., int]
+    ) -> None:
         self.number, self._flat, self._arrays, self._set = number, flat, tuple(arrays), set_pass
         self._held: dict[int, tuple[Any, ...]] = {}
 

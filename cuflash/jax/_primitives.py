@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 from jax._src import dispatch  # JAX has no public way to say that a lowering needs the devices of the call
@@ -54,13 +54,18 @@ def varying_alike(values: Iterable[jax.Array]) -> list[jax.Array]:
     return [jax.lax.pcast(each, tuple(axes - _varying_axes(jax.typeof(each))), to="varying") for each in arrays]
 
 
+Lowering: TypeAlias = "Callable[..., Sequence[mlir.Value]]"  # returns the values of a module's results
+
+
 def _varying_axes(kind: jax.core.ShapedArray) -> frozenset[str]:
     """Return the mesh axes over which values of a type vary."""
     axes = kind.vma if hasattr(kind, "vma") else kind.mat.varying if hasattr(kind, "mat") else ()  # until JAX 0.9
     return frozenset(axes)
 
 
-def _types(*kinds: jax.core.ShapedArray, late: Any = None, **parameters: Any) -> list[jax.core.ShapedArray]:
+def _types(
+    *kinds: jax.core.ShapedArray, late: _LateCallback | None = None, **parameters: Any
+) -> list[jax.core.ShapedArray]:
     """Return the types of the results of a pass; within `jax.shard_map` they vary like the arrays."""
     like, results = kinds[0], Pass(**parameters).results
     if not _varying_axes(like):
@@ -74,11 +79,11 @@ def _types(*kinds: jax.core.ShapedArray, late: Any = None, **parameters: Any) ->
     ]  # fmt: skip
 
 
-def _lowered(platform: str) -> Callable[..., Any]:
-    def lowered(context: Any, *values: Any, **parameters: Any) -> Any:
+def _lowered(platform: str) -> Lowering:
+    def lowered(context: mlir.LoweringRuleContext, *values: mlir.Value, **parameters: Any) -> Any:
         module = context.module_context
 
-        def on_one_device(*arrays: Any) -> list[Any]:
+        def on_one_device(*arrays: jax.Array) -> list[jax.Array]:
             shapes = [array.shape for array in arrays]
             return prepared(Pass(**parameters), platform, shapes, module.add_keepalive)(*arrays)
 
@@ -120,10 +125,12 @@ def _bind_on_shard(late: _LateCallback, one: Pass, *arrays: jax.Array) -> list[j
     return results
 
 
-def _lowered_on_shard(platform: str) -> Callable[..., Any]:
+def _lowered_on_shard(platform: str) -> Lowering:
     """Return how a pass on one shard is lowered: its module is part of another, whose callback it sets."""
 
-    def lowered(context: mlir.LoweringRuleContext, *values: Any, late: _LateCallback, **parameters: Any) -> Any:
+    def lowered(
+        context: mlir.LoweringRuleContext, *values: mlir.Value, late: _LateCallback, **parameters: Any
+    ) -> Any:
         def run(*arrays: jax.Array) -> list[jax.Array]:
             return prepared(Pass(**parameters), platform, [array.shape for array in arrays])(*arrays)
 
@@ -146,11 +153,11 @@ def _executed(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
     return results
 
 
-def _refused(*arrays: Any, **parameters: Any) -> NoReturn:
+def _refused(*arrays: jax.Array, **parameters: Any) -> NoReturn:
     raise NotImplementedError(THIRD)
 
 
-def _primitive(name: str, lowered: Callable[[str], Callable[..., Any]]) -> Primitive:
+def _primitive(name: str, lowered: Callable[[str], Lowering]) -> Primitive:
     primitive = Primitive(f"cuflash_{name}")
     primitive.multiple_results = True
     primitive.def_impl(_executed)

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,10 +21,13 @@ from ..layouts import dense_strides
 from ..masks.one_array import at_each_call
 from ..planning.dropout_launches import SEED
 from ..planning.list_kernels import AT_CALL, WorkAtCall
-from ..planning.options import DOT
+from ..planning.options import DOT, MaskLike
 from ..plans.plan import Plan
 from ._call import MASK, JaxCall, mask_over
 from ._native import TARGET, NativePass, handler
+
+if TYPE_CHECKING:
+    from jax.experimental.buffer_callback import ExecutionContext
 
 _ENVIRONMENT_BYTES = 64  # at least the size of C's fenv_t
 _LIKE_LSE = ("lse", "dlse")
@@ -80,8 +83,8 @@ class Pass(NamedTuple):
 
 
 def prepared(
-    one: Pass, platform: str, shapes: Sequence[tuple[int, ...]], keep: Callable[[Any], None] | None = None
-) -> Callable[..., list[Any]]:
+    one: Pass, platform: str, shapes: Sequence[tuple[int, ...]], keep: Callable[[object], None] | None = None
+) -> Callable[..., list[jax.Array]]:
     """Return the function that runs a pass on JAX arrays on a platform.
 
     Parameters
@@ -98,7 +101,7 @@ def prepared(
     if native is not None and keep is not None:
         keep(native)
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:
         if native is None:
             return list(buffer_callback(runner, results)(*arrays))[:number]
         return list(jax.ffi.ffi_call(TARGET, results)(*arrays, call=np.int64(native.number)))[:number]
@@ -171,7 +174,7 @@ class OnHost:
     def native(self, num_arguments: int) -> None:
         """Return None: XLA calls Python."""
 
-    def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
+    def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
         with _subnormal_numbers():
             self._run(results, buffers)
 
@@ -234,7 +237,7 @@ class OnGpu:
         flat = partial(launches.flat, arrays, of_mask, self._numbers, num_arguments)
         return of_device(flat, nvrtc.current_number(), self._held)
 
-    def __call__(self, context: Any, results: Sequence[Any], *buffers: Any) -> None:
+    def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
         device = buffers[0].__dlpack_device__()[1]
         run = self._with_cupy if self._xla_pass is None else self._launch
         xla_gpu.within(device, lambda: run(device, context.stream, results, buffers))
@@ -273,7 +276,7 @@ def _gpu_plan(one: Pass) -> Plan:
     """
     call, of = one.call, one.of
 
-    def mask() -> Any:
+    def mask() -> MaskLike | None:
         masks = {name: xla_gpu.without_data(of[name], one.dtype(name)) for name in of if name.startswith(MASK)}
         planned = mask_over(call.options.mask, masks)
         return planned if call.looked_up.contents is None else at_each_call(planned)

@@ -17,13 +17,13 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import is_array
+from ..arrays import Array, is_array
 from ..blocks.index import BlockIndex
 from ..masks.arrays import Dense, reads_numbers
 from ..masks.base import Mask
 from ..masks.block_pattern import BlockPattern
-from ..masks.content import held_arrays, held_masks
-from ..planning.options import DOT
+from ..masks.content import Described, held_arrays, held_masks
+from ..planning.options import DOT, MaskLike, ScoreLike
 from ..scores import Score
 from ._call import MASK, Slot
 from ._own_axes import FROM_HEADS, OWN_AXES
@@ -109,7 +109,7 @@ class Axes:
         return name.removesuffix(DOT) not in ("k", "v")
 
 
-def _of_score(score: Any) -> tuple[dict[str, _Captured], bool, bool]:
+def _of_score(score: ScoreLike | None) -> tuple[dict[str, _Captured], bool, bool]:
     """Return where arrays of a score have their axes, and whether batch entries and heads may be split."""
     if not isinstance(score, Score):
         return {}, True, True
@@ -126,7 +126,7 @@ def _of_score(score: Any) -> tuple[dict[str, _Captured], bool, bool]:
     return captured, all(each.op != "b" for each in instructions), heads and not of_heads & {*score.program.results}
 
 
-def _of_mask(mask: Any) -> tuple[_Captured, bool, bool]:
+def _of_mask(mask: MaskLike | None) -> tuple[_Captured, bool, bool]:
     """Return where arrays of a mask have their axes, and whether batch entries and heads may be split."""
     nothing = _Captured(0)
     if mask is None:
@@ -148,14 +148,14 @@ def _of_mask(mask: Any) -> tuple[_Captured, bool, bool]:
     return place, all(batch for batch, _ in others), all(heads for _, heads in others)
 
 
-def _leaves(mask: Any) -> Iterator[Any]:
+def _leaves(mask: Mask) -> Iterator[Described]:
     """Yield the masks that consist of no other masks."""
     for each in held_masks(mask):
         if len([*held_masks(each)]) == 1:
             yield each
 
 
-def _are_alike(array: Any, place: _Captured) -> tuple[bool, bool]:
+def _are_alike(array: Array, place: _Captured) -> tuple[bool, bool]:
     """Return whether an array of NumPy says the same of all batch entries and of all heads."""
     if not is_array(array):
         return False, False

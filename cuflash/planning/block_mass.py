@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..blocks.work_list import ListedWork, WorkList
 from .device import DeviceSpec
-from .families.family import launch_of
+from .families.family import Request, launch_of
 from .families.sm80 import MASS_CHUNK
 from .launches import MATRICES, POINTER, Feature, Kernels, Pass, TileOrder, Value, Workspace, structure
+from .plan import KernelPlan
 from .problem import Problem
 from .routing import mass_kernel
 from .score_launches import with_score
@@ -26,21 +26,14 @@ def mass_shape(problem: Problem, block: tuple[int, int]) -> tuple[int, ...]:
     return (*problem.lse_shape()[:-1], *grid)
 
 
-def mass_kernels(
-    problem: Problem,
-    device: DeviceSpec,
-    block: tuple[int, int],
-    work: WorkList,
-    *,
-    has_lse: bool,
-    turned_columns: int = 0,
-) -> Kernels:
+def mass_kernels(plan: KernelPlan, block: tuple[int, int], *, has_lse: bool, turned_columns: int = 0) -> Kernels:
     """Return a forward pass of one launch, which sums the weights of each block and, unless `has_lse`, computes lse.
 
     If `turned_columns` is not 0, rows of q consist of groups of that number of columns, and the groups are stored in
     reverse order. `takes_turned_columns` is true if the kernel supports this.
     """
-    spec = mass_kernel(problem, device, block[1], is_listed=isinstance(work, ListedWork))
+    problem, device = plan.problem, plan.device
+    spec = mass_kernel(Request.over(problem, device, plan.work), block[1])
     tiles = problem.num_heads * -(-problem.seqlen_q // _queries_of_thread_block(block[0], spec.block_q))
     reads, writes = (("q", "k", "lse"), ("mass",)) if has_lse else (("q", "k"), ("mass", "lse"))
     launch = launch_of(spec, device, tiles, reads, writes, ("mass",))
@@ -62,7 +55,7 @@ def mass_kernels(
 
 def takes_turned_columns(problem: Problem, device: DeviceSpec, block_kv: int, columns: int) -> bool:
     """True if the kernel supports rows of q whose groups of columns are reversed: each chunk must be in one group."""
-    return mass_kernel(problem, device, block_kv, is_listed=False).splits_head_dim and columns % MASS_CHUNK == 0
+    return mass_kernel(Request(problem, device), block_kv).splits_head_dim and columns % MASS_CHUNK == 0
 
 
 def _queries_of_thread_block(block_q: int, tile_rows: int) -> int:

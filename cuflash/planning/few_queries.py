@@ -8,7 +8,7 @@ from ..blocks.work_list import IntervalWork, WorkList
 from .chosen_lists import UnionWork
 from .decoding import chunked_dim_reasons, decode_spec, part_workspaces, parts_of
 from .device import DeviceSpec
-from .families.family import FORWARD_INPUTS, resident_blocks
+from .families.family import FORWARD_INPUTS, Request, resident_blocks
 from .families.sm80 import DECODING
 from .launches import POINTER, Feature, Kernels, Launch, Pass, structure
 from .problem import FP8, Problem
@@ -39,7 +39,7 @@ def with_few_queries(kernels: Kernels, problem: Problem, device: DeviceSpec, wor
         return kernels
     if rows <= _MOST_DECODED and _is_decoded(problem, work):
         return _decoded(kernels, problem, device, work)
-    other = FAMILIES[SM80].launches(problem, device, work)
+    other = FAMILIES[SM80].launches(Request.over(problem, device, work), work)
     if other.forward.specs == kernels.forward.specs:
         return kernels
     return replace(kernels, forward=other.forward, num_splits=other.num_splits)

@@ -22,7 +22,7 @@ from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
 from .dropout_launches import dropout_places, with_dropout
 from .families._passes import backward_jvp_pass, jvp_pass
-from .families.family import Family, list_block_of
+from .families.family import Family, Request
 from .few_queries import with_few_queries
 from .host import HostTiling, host_tile, in_flat_tiles
 from .launches import Kernels, Pass
@@ -132,12 +132,11 @@ class KernelPlan:
         if name == "backward_jvp":
             reasons += _captured_gradient_reasons(problem)
         refuse(reasons)
-        largest = list_block_of(self.work)
+        request = Request.over(problem, self.device, self.work)
         if name == "jvp":
-            spec = self.family.jvp_spec(problem, self.device, largest)
-            return with_tangents(jvp_pass(problem, self.device, self.work, spec), problem)
-        specs = self.family.backward_jvp_specs(problem, self.device, largest)
-        return with_tangents(backward_jvp_pass(problem, self.device, self.work, *specs), problem)
+            return with_tangents(jvp_pass(request, self.work, self.family.jvp_spec(request)), problem)
+        specs = self.family.backward_jvp_specs(request)
+        return with_tangents(backward_jvp_pass(request, self.work, *specs), problem)
 
     @cached_property
     def specs(self) -> dict[str, KernelSpec]:
@@ -305,7 +304,7 @@ def gpu_plan(
         No tile of the family fits in the device's shared memory, or there are more tiles than kernels can number.
     """
     family, why, work = _routed_work(problem, mask, device, kernel)
-    kernels = family.launches(problem, device, work, deterministic=deterministic)
+    kernels = family.launches(Request.over(problem, device, work, deterministic), work)
     if kernel == "auto":
         of_family, kernels = kernels, with_few_queries(kernels, problem, device, work)
         why += f"; few queries: {kernels.forward.launches['forward'].spec.name}" * (kernels is not of_family)

@@ -11,7 +11,7 @@ from ..arrays import ShapeDtype
 from ._params import OF_RECORDS_WITHIN, PARAMS, TENSOR_MAPS, UNLIMITED
 from .decoding import TABLES, CacheLayout, chunked_dim_reasons, scale_reasons, window_numbers
 from .device import DeviceSpec
-from .families.family import FORWARD_INPUTS, launch_of
+from .families.family import FORWARD_INPUTS, Request, launch_of
 from .launches import MATRICES, POINTER, Feature, Launch, Pass, Value, Workspace, over_batch, structure
 from .problem import Problem
 from .routing import FAMILIES
@@ -53,7 +53,7 @@ def prefill_spec(problem: Problem, device: DeviceSpec, family: str) -> KernelSpe
     keys, values = (ShapeDtype((1, _LONG, dim), problem.dtype) for dim in (problem.head_dim, problem.value_dim))
     long_problem = Problem.of(keys, keys, values, scale=problem.softmax_scale)
     long_problem = replace(long_problem, operands=problem.operands, score=problem.score, numbers=problem.numbers)
-    spec = FAMILIES[family].specs(long_problem, device)["forward"]
+    spec = FAMILIES[family].specs(Request(long_problem, device))["forward"]
     # Arrays of score functions are not staged, because their rows are positions in a sequence, unlike the rows of Q.
     return replace(spec, is_paged=True, has_sink=problem.operand("sink") is not None, score_is_staged=False)
 

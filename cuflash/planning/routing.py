@@ -10,7 +10,7 @@ from ..masks.base import Mask
 from .chosen_lists import UnionWork, union_work
 from .device import DeviceSpec
 from .families.fa1 import FlashAttention1
-from .families.family import Family
+from .families.family import Family, Request
 from .families.naive import Naive
 from .families.simt import Simt
 from .families.sm80 import Sm80
@@ -70,7 +70,7 @@ def routed(problem: Problem, device: DeviceSpec) -> tuple[Family, str]:
     return FAMILIES[SIMT], "it serves every dtype, mask and chip"
 
 
-def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool) -> KernelSpec:
+def mass_kernel(request: Request, block_kv: int) -> KernelSpec:
     """Return the kernel that sums softmax weights over blocks of `block_kv` keys.
 
     Raises
@@ -78,7 +78,7 @@ def mass_kernel(problem: Problem, device: DeviceSpec, block_kv: int, *, is_liste
     UnsupportedProblem
         No tile fits in the shared memory of a multiprocessor.
     """
-    specs = (FAMILIES[name].mass_spec(problem, device, block_kv, is_listed=is_listed) for name in _MASS_FAMILIES)
+    specs = (FAMILIES[name].mass_spec(request, block_kv) for name in _MASS_FAMILIES)
     return next(spec for spec in specs if spec is not None)
 
 
@@ -104,7 +104,7 @@ def unions(problem: Problem, mask: Mask, device: DeviceSpec, kernel: str) -> tup
         if family.name == SM90 and kernel == "auto" and tiles < device.num_processors:
             continue
         with suppress(UnsupportedProblem):  # no tile fits
-            if family.union_specs(problem, device, tiling.block, tiling.heads_per_tile):
+            if family.union_specs(Request(problem, device), tiling.block, tiling.heads_per_tile):
                 return family, work
     return None
 

@@ -102,6 +102,6 @@ def as_mask_of_arrays(mask: Any, executor: str, like: Array = None) -> Any:
         return as_arrays({"mask": array}, like=like)["mask"]
 
     if not isinstance(mask, Mask):
-        return take(mask)
+        return None if mask is None else take(mask)
     is_known = all(namespace(array).__name__ in NAMESPACES.values() for array in held_arrays(mask))
     return mask if is_known else mask.to(take)

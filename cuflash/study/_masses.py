@@ -106,7 +106,7 @@ def block_mass(
         of_call = arrays_by_name | dict(zip(outputs, results))
         cpu_mass.block_mass(ready._plan, of_call, sides, has_lse=lse is not None)
     else:
-        kernels = mass_kernels(problem, ready._plan.device, sides, ready._plan.work, has_lse=lse is not None)
+        kernels = mass_kernels(ready._plan, sides, has_lse=lse is not None)
         mass_plan = replace(ready._plan, kernels=kernels)
         call = EXECUTORS[ready.executor].bind(mass_plan, PassLayout("forward", arrays_by_name, outputs, pins=True))
         if key is not None and not checks.is_on():
@@ -165,9 +165,7 @@ def bound_block_mass(
     problem = plan.problem
     if plan.is_empty or turned_columns and not takes_turned_columns(problem, plan.device, sides[1], turned_columns):
         return None
-    kernels = mass_kernels(
-        problem, plan.device, sides, plan.work, has_lse=False, turned_columns=turned_columns
-    )  # fmt: skip
+    kernels = mass_kernels(plan, sides, has_lse=False, turned_columns=turned_columns)
     outputs = {
         "mass": ShapeDtype(mass_shape(problem, sides), problem.accumulator),
         "lse": ShapeDtype(problem.lse_shape(), problem.accumulator),

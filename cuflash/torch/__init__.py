@@ -6,7 +6,7 @@ the same bound passes as CuPy arrays, with memory from PyTorch's allocator and o
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch._C import (
@@ -29,7 +29,7 @@ from ._context_parallel import ContextParallel
 from ._functions import Attention, Recorded
 from ._operators import compiled
 from ._passes import ran
-from ._tensors import NEW, Tensor, in_autocast, own_integers
+from ._tensors import NEW, Out, Tensor, in_autocast, own_integers
 from ._transformed import Transformed
 
 __all__ = ["ContextParallel", "attention", "transformers_attention"]
@@ -41,21 +41,21 @@ def __dir__() -> list[str]:
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: Literal[False] = False,
+    q: Tensor, k: Tensor, v: Tensor, *, out: Out = None, return_lse: Literal[False] = False,
     **options: Unpack[CallOptions],
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, out: Out = None, return_lse: Literal[True],
     **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, out: Any = None, return_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, out: Out = None, return_lse: bool,
     **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -81,9 +81,9 @@ def attention(
     deterministic: bool = False,
     q_start: int = 0,
     kv_start: int = 0,
-    out: Any = None,
+    out: Out = None,
     return_lse: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention of PyTorch tensors; PyTorch can differentiate o and lse twice, in both modes.
 
     Parameters
@@ -181,7 +181,7 @@ def transformers_attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     deterministic: bool | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Compute attention for Hugging Face transformers models; register it with their `AttentionInterface`.
 
@@ -251,7 +251,9 @@ def transformers_attention(
     return o.transpose(1, 2).contiguous(), None
 
 
-def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_lse: bool) -> Any:
+def _called(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, out: Out, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `attention`, whose options are one value."""
     if type(return_lse) is not bool:
         refuse(flag_reasons("return_lse", return_lse))
@@ -275,10 +277,11 @@ def _called(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any, return_
     return (o, lse) if return_lse else o
 
 
-def _of_transforms(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Any) -> Any:
+def _of_transforms(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Out) -> tuple[Tensor, Tensor]:
     """Return o and lse of tensors that have tangents, or belong to a transformation of torch.func."""
     if out is not None:
         fix = "leave it out, and use the returned tensors"
         refuse([f"out must be None for tensors with tangents and within torch.func; got {type(out).__name__}: {fix}"])
     call, tensors = Transformed.of(q, k, v, options)
-    return Attention.apply(call, (), *tensors)
+    o, lse = Attention.apply(call, (), *tensors)
+    return o, lse

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any, Unpack
+from contextlib import AbstractContextManager, nullcontext
+from typing import Unpack
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..arrays import Array
 from ..distributed import ContextParallel as OfArrays
@@ -17,7 +17,7 @@ from ..executors import torch_gpu
 from ..keywords import explains_keywords
 from ..layouts import is_tensor, taken, tensor_reasons
 from ..planning.options import CallOptions
-from ._tensors import Tensor, as_tensor
+from ._tensors import Results, Tensor, as_tensor
 
 
 @explains_keywords
@@ -54,14 +54,14 @@ class ContextParallel(OfArrays):
 
     def __init__(
         self,
-        process_group: Any = None,
+        process_group: Group | torch.distributed.ProcessGroup | None = None,
         *,
         seqlen: int,
         num_heads: int,
         num_kv_heads: int | None = None,
         seqlen_kv: int | None = None,
         batch: tuple[int, ...] = (),
-        layout: Any = "auto",
+        layout: str | Array = "auto",
         method: str = "auto",
         block: int = 128,
         **options: Unpack[CallOptions],
@@ -131,7 +131,7 @@ class ContextParallel(OfArrays):
         with _stream_of(x):
             return as_tensor(super().unshard(_as_array(self._group, "x", x)))
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Any:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Compute attention of this process's queries to the keys of all processes; PyTorch can differentiate it once.
 
         Parameters
@@ -168,7 +168,7 @@ class ContextParallel(OfArrays):
         o, lse = _Attention.apply(self, q, k, v)
         return (o, lse) if return_lse else o
 
-    def _array_reasons(self, name: str, array: Any) -> list[str]:
+    def _array_reasons(self, name: str, array: Array | Tensor) -> list[str]:
         if not is_tensor(array):
             return super()._array_reasons(name, array)
         wanted = "cpu" if self._group._is_on_host else "cuda"
@@ -180,7 +180,7 @@ class _Attention(Function):
     """A call on all processes, and its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, cp: ContextParallel, *tensors: Tensor) -> Any:
+    def forward(ctx: FunctionCtx, cp: ContextParallel, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         with _stream_of(tensors[0]):
             arrays = (_as_array(cp._group, name, each) for name, each in zip("qkv", tensors))
             (o, lse), ctx.vjp = OfArrays.attention_vjp(cp, *arrays, return_lse=True)
@@ -190,7 +190,7 @@ class _Attention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: FunctionCtx, do: Tensor | None, dlse: Tensor | None) -> Results:
         q, _, _ = ctx.saved_tensors  # raises if a tensor was changed in place
         call = ctx.vjp._call
         with _stream_of(q):
@@ -200,13 +200,13 @@ class _Attention(Function):
             return None, *map(as_tensor, ctx.vjp(*cotangents))
 
 
-def _as_array(group: Group, name: str, value: Any) -> Array:
+def _as_array(group: Group, name: str, value: Array | Tensor) -> Array:
     """Return a tensor as an array at the same address if the group can move it; other values unchanged."""
     if not is_tensor(value) or value.is_cuda == group._is_on_host or tensor_reasons(name, value):
         return value
     return taken(name, value.detach(), group._lanes.namespace)
 
 
-def _stream_of(tensor: Tensor) -> Any:
+def _stream_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which CuPy's current stream is PyTorch's, if a tensor is on a GPU."""
     return torch_gpu.stream() if is_tensor(tensor) and tensor.is_cuda else nullcontext()

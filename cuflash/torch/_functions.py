@@ -12,17 +12,19 @@ The derivatives of the four functions are again these functions:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch._C import _are_functorch_transforms_active as is_transforming
+from torch._functorch.autograd_function import VmapInfo
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
 from ..errors import UnsupportedProblem
 from ..layouts import has_dual_level
 from ._passes import Call
 from ._operators import differentiate, run
-from ._tensors import Tensor, require_cotangents
+from ._tensors import Axes, Outs, Results, Tensor, require_cotangents
 from ._transformed import AnyCall, Transformed
 
 
@@ -30,7 +32,7 @@ class Recorded(Function):
     """A call with gradients: PyTorch guards its saved tensors against in-place changes, and frees them."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, outs: Any, *tensors: Tensor) -> Any:
+    def forward(ctx: FunctionCtx, call: Call, outs: Outs, *tensors: Tensor) -> Sequence[Tensor]:
         o, lse = call.forward(outs, *tensors)
         if outs[0] is not None or outs[1] is not None:
             o, lse = o.detach(), lse.detach()
@@ -40,11 +42,11 @@ class Recorded(Function):
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: FunctionCtx, do: Tensor | None, dlse: Tensor | None) -> Results:
         return None, None, *_pulled_back(ctx, ctx.needs_input_grad[2:], do, dlse)
 
 
-def _pulled_back(ctx: Any, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None) -> Iterable[Any]:
+def _pulled_back(ctx: FunctionCtx, needed: Sequence[bool], do: Tensor | None, dlse: Tensor | None) -> Results:
     """Return the gradients of a call's tensors; None for operands without a gradient."""
     o, lse, *tensors = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
@@ -69,18 +71,20 @@ def _gradients(
     return run(call, "backward", wrt, (do, dlse, o, lse, *tensors))
 
 
-def _with_passes(kind: Any) -> Any:
+def _with_passes(kind: type[Function]) -> type[Function]:
     """Let a function with arguments (call, wrt, *tensors) save its tensors for both modes, and batch it."""
 
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: Sequence[Tensor], output: Sequence[Tensor]) -> None:
         ctx.call, ctx.wrt, *tensors = inputs
         if kind.saves_results:
-            tensors = *output, *tensors
+            tensors = [*output, *tensors]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
-    def vmap(info: Any, in_dims: Any, call: AnyCall, wrt: Sequence[str], *tensors: Tensor) -> Any:
+    def vmap(
+        info: VmapInfo, in_dims: Axes, call: AnyCall, wrt: Sequence[str], *tensors: Tensor
+    ) -> tuple[Results, Axes]:
         if not isinstance(call, Transformed):
             fix = "make the call inside torch.vmap, or differentiate it with torch.func.vjp"
             raise UnsupportedProblem([f"gradients of a call outside of torch.vmap must not be batched: {fix}"])
@@ -100,20 +104,21 @@ class Attention(Function):
     runs, saves_results = "forward", True
 
     @staticmethod
-    def forward(call: Transformed, wrt: Sequence[str], *tensors: Tensor) -> Any:
+    def forward(call: Transformed, wrt: Sequence[str], *tensors: Tensor) -> Results:
         o, lse = run(call, "forward", (), tensors)
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: FunctionCtx, do: Tensor | None, dlse: Tensor | None) -> Results:
         return None, None, *_pulled_back(ctx, ctx.needs_input_grad[2:], do, dlse)
 
     @staticmethod
-    def jvp(ctx: Any, call: None, wrt: None, *dots: Tensor | None) -> Any:
+    def jvp(ctx: FunctionCtx, call: None, wrt: None, *dots: Tensor | None) -> Results:
         o, lse, *tensors = ctx.saved_tensors
         # Autocast may change the dtype of a tangent.
         dots = tuple(None if dot is None else dot.to(tensor.dtype) for dot, tensor in zip(dots, tensors))
-        return _Tangent.apply(ctx.call, (), o, lse, *tensors, *dots)
+        results: Results = _Tangent.apply(ctx.call, (), o, lse, *tensors, *dots)
+        return results
 
 
 @_with_passes
@@ -123,22 +128,22 @@ class _Tangent(Function):
     runs, saves_results = "jvp", True
 
     @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Any:
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Results:
         o_dot, lse_dot = run(call, "jvp", (), _resolved(tensors))
         return o_dot, lse_dot
 
     @staticmethod
-    def backward(ctx: Any, u: Tensor | None, u_lse: Tensor | None) -> Any:
+    def backward(ctx: FunctionCtx, u: Tensor | None, u_lse: Tensor | None) -> Results:
         call, (o_dot, lse_dot, o, lse, *both) = ctx.call, ctx.saved_tensors
         num = len(call.names)
         tensors, needed = both[:num], ctx.needs_input_grad[4:]
         u = torch.zeros_like(o) if u is None else u
-        of_primals: Sequence[Any] = [None] * num
+        of_primals: Results = [None] * num
         if any(needed[:num]):
             wrt = _named(call, needed[:num])
             second = _Second.apply(call, wrt, u, u_lse, o, lse, o_dot, lse_dot, None, None, *both)
             of_primals = _placed(call, wrt, second)
-        of_tangents: Sequence[Any] = [None] * num
+        of_tangents: Results = [None] * num
         if any(needed[num:]):
             wrt = _named(call, needed[num:])
             of_tangents = _placed(call, wrt, _Gradients.apply(call, wrt, u, u_lse, o, lse, *tensors))
@@ -146,7 +151,7 @@ class _Tangent(Function):
         return None, None, None, None, *of_primals, *present
 
     @staticmethod
-    def jvp(ctx: Any, *dots: Any) -> NoReturn:
+    def jvp(ctx: FunctionCtx, *dots: Tensor | None) -> NoReturn:
         fix = "take torch.func.jvp of torch.func.grad, or finite differences of the tangent"
         rule = "attention must not have a tangent of its tangent, which no pass computes; got one"
         raise UnsupportedProblem([f"{rule}: {fix}"])
@@ -159,17 +164,18 @@ class _Gradients(Function):
     runs, saves_results = "backward", False
 
     @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor) -> Any:
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor) -> Results:
         return tuple(_gradients(call, wrt, *tensors))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+    def backward(ctx: FunctionCtx, *cotangents: Tensor | None) -> Results:
         call, (do, dlse, o, lse, *tensors) = ctx.call, ctx.saved_tensors
         if all(each is None for each in cotangents):
             return (None,) * len(ctx.needs_input_grad)
         dots = _placed(call, ctx.wrt, cotangents)
         o_dot, lse_dot = _Tangent.apply(call, (), o, lse, *tensors, *dots)
-        needed, of_tensors = ctx.needs_input_grad[6:], [None] * len(tensors)
+        needed = ctx.needs_input_grad[6:]
+        of_tensors: Results = [None] * len(tensors)
         if any(needed):
             wrt = _named(call, needed)
             second = _Second.apply(call, wrt, do, dlse, o, lse, o_dot, lse_dot, None, None, *tensors, *dots)
@@ -178,16 +184,19 @@ class _Gradients(Function):
 
     @staticmethod
     def jvp(
-        ctx: Any, call: None, wrt: None, do_dot: Any, dlse_dot: Any, o_dot: Any, lse_dot: Any, *dots: Any
-    ) -> Any:
+        ctx: FunctionCtx, call: None, wrt: None, do_dot: Tensor | None, dlse_dot: Tensor | None, o_dot: Tensor,
+        lse_dot: Tensor, *dots: Tensor | None,
+    ) -> Results:  # fmt: skip
         do, dlse, o, lse, *tensors = ctx.saved_tensors
         if all(dot is None for dot in dots):  # linear in do and dlse
             do_dot = torch.zeros_like(do) if do_dot is None else do_dot
-            return _Gradients.apply(ctx.call, ctx.wrt, do_dot, dlse_dot, o, lse, *tensors)
+            results: Results = _Gradients.apply(ctx.call, ctx.wrt, do_dot, dlse_dot, o, lse, *tensors)
+            return results
         dlse = torch.zeros_like(lse) if dlse is None and dlse_dot is not None else dlse
-        return _Second.apply(
+        results = _Second.apply(
             ctx.call, ctx.wrt, do, dlse, o, lse, o_dot, lse_dot, do_dot, dlse_dot, *tensors, *dots
         )  # fmt: skip
+        return results
 
 
 @_with_passes
@@ -197,15 +206,15 @@ class _Second(Function):
     runs, saves_results = "backward_jvp", False
 
     @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Any:
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Results:
         return tuple(run(call, "backward_jvp", wrt, _resolved(tensors)))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> NoReturn:
+    def backward(ctx: FunctionCtx, *cotangents: Tensor | None) -> NoReturn:
         _refuse_third()
 
     @staticmethod
-    def jvp(ctx: Any, *dots: Any) -> NoReturn:
+    def jvp(ctx: FunctionCtx, *dots: Tensor | None) -> NoReturn:
         _refuse_third()
 
 
@@ -224,7 +233,7 @@ def _named(call: AnyCall, needed: Iterable[bool]) -> tuple[str, ...]:
     return tuple(name for name, is_needed in zip(call.names[3:], [*needed][3:]) if is_needed)
 
 
-def _placed(call: AnyCall, wrt: Sequence[str], results: Sequence[Any]) -> list[Any]:
+def _placed(call: AnyCall, wrt: Sequence[str], results: Results) -> Results:
     """Return results for q, k, v and the operands in `wrt` in the order of the call's tensors, with None for others."""
     by_name = dict(zip(wrt, results[3:]))
     return [*results[:3], *(by_name.get(name) for name in call.names[3:])]

@@ -21,8 +21,9 @@ from torch._C import (
     _len_torch_dispatch_stack as num_modes,
 )  # fmt: skip
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import Function, _SingleLevelFunction
 
 from ..dropout import Dropout
 from ..errors import refuse
@@ -31,7 +32,7 @@ from ..masks.base import Mask
 from ..planning.dropout_launches import require_number
 from ..planning.options import Options
 from ..scores import Score
-from ._tensors import Tensor, in_autocast
+from ._tensors import Axes, Tensor, in_autocast
 from ._transformed import AnyCall, Transformed, names_of, results_of, run_pass
 
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -92,7 +93,7 @@ def _implement(kernel: Callable[..., Sequence[Tensor]], key: str) -> None:
             _LIBRARY.impl(function.__name__, function, key)
 
 
-def differentiate(functions: dict[str, Any]) -> None:
+def differentiate(functions: dict[str, type[Function]]) -> None:
     """Register the autograd functions of passes, by name, as the derivatives of the operators."""
     single = {name: _of_one_level(function) for name, function in functions.items()}
 
@@ -112,7 +113,7 @@ def _is_differentiated() -> bool:
     return torch.is_grad_enabled() or has_dual_level() or is_transforming()
 
 
-def _of_one_level(function: Any) -> Any:
+def _of_one_level(function: type[Function]) -> type[_SingleLevelFunction]:
     """Return a function that does not enter again the transformation to which the dispatcher has descended."""
     own = {name: vars(function)[name] for name in ("forward", "setup_context", "backward", "jvp")}
     return new_class(function.__name__, (_SingleLevelFunction,), exec_body=lambda body: body.update(own))
@@ -180,8 +181,8 @@ def _executed(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], c
 
 def _promised(
     name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str,
-    shapes: Callable[..., tuple[Any, Any]], dense: Callable[..., Sequence[int]],
-) -> Iterator[tuple[Tensor, Any, Sequence[int]]]:  # fmt: skip
+    shapes: Callable[..., tuple[tuple[int, ...], tuple[int, ...]]], dense: Callable[..., Sequence[int]],
+) -> Iterator[tuple[Tensor, Sequence[int], Sequence[int]]]:  # fmt: skip
     """Yield, for each result of a pass, a tensor of its kind, its shape and its strides."""
     arrays = {each: x for each, x in zip(names_of(name, _calls[call]), tensors) if x is not None}
     if name != "forward":
@@ -201,12 +202,12 @@ def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _shapes(q: Any, k: Any, v: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     lse = (*torch.broadcast_shapes(q[:-3], k[:-3], v[:-3]), *q[-3:-1])
     return (*lse, v[-1]), lse
 
 
-def _dense(is_on_gpu: bool, shape: Any, strides: Any, of: Sequence[Any] = ()) -> Sequence[int]:
+def _dense(is_on_gpu: bool, shape: Sequence[int], strides: Sequence[int], of: Sequence[int] = ()) -> Sequence[int]:
     """Return strides of a result of a shape (default: the same) in the order of dense strides on a GPU, or in C order.
 
     Parameters
@@ -238,8 +239,8 @@ def _fake(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call:
 
 
 def _batched(
-    info: Any, axes: Any, name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str
-) -> tuple[Any, Any]:
+    info: VmapInfo, axes: Axes, name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str
+) -> tuple[tuple[Tensor, ...], Axes]:
     """Run a pass on a batch of tensors, whose mapped axes are `axes`."""
 
     def apply(*each: Tensor | None) -> Sequence[Tensor]:
@@ -249,11 +250,15 @@ def _batched(
     return results, (0,) * len(results)
 
 
-def _batched_forward(info: Any, in_dims: Any, tensors: Sequence[Tensor], call: str) -> tuple[Any, Any]:
+def _batched_forward(
+    info: VmapInfo, in_dims: Sequence[Axes], tensors: Sequence[Tensor], call: str
+) -> tuple[tuple[Tensor, ...], Axes]:
     return _batched(info, in_dims[0], "forward", tensors, (), call)
 
 
-def _batched_derivative(info: Any, in_dims: Any, name: str, *arguments: Any) -> tuple[Any, Any]:
+def _batched_derivative(
+    info: VmapInfo, in_dims: Sequence[Axes], name: str, *arguments: Any
+) -> tuple[list[Tensor], list[int | None]]:
     results, axes = _batched(info, in_dims[1], name, *arguments)
     return [*results], [*axes]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class _ByArrays:
     def _array(self, tensor: Tensor) -> Array:
         return taken("q", tensor.detach(), gpu.namespace() if self._is_on_gpu else np)
 
-    def _within(self) -> Any:
+    def _within(self) -> AbstractContextManager[object]:
         return torch_gpu.stream() if self._is_on_gpu else nullcontext()
 
     def forward(self, outs: Outs, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -92,7 +93,7 @@ class OnGpu:
 
     def __init__(
         self, ready: Plan, layouts: dict[str, Layout], outs: dict[str, Layout],
-        lists_of: Callable[[Any], Tensor] | None, wants_lse: bool, later: Sequence[str],
+        lists_of: Callable[..., Tensor] | None, wants_lse: bool, later: Sequence[str],
     ) -> None:  # fmt: skip
         work, problem = ready._plan.work, ready._plan.problem
         self._ready, self._outs, self.lists_of = ready, tuple(outs), lists_of
@@ -109,7 +110,7 @@ class OnGpu:
 
     def forward(
         self, outs: Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
-    ) -> Sequence[Any]:
+    ) -> Sequence[Tensor]:
         """Return o and lse; lse is None if it was not requested."""
         if self._launch is not None:
             results = self._launch(*tensors, *lists, numbers=numbers)
@@ -142,7 +143,7 @@ class OnGpu:
             return self._ready._bind(name, layouts | self._lists, pins=True, axes=axes, machine=torch_gpu.MACHINE)
 
 
-def _read_by(name: str, arrays: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
+def _read_by(name: str, arrays: Mapping[str, Array], problem: Problem) -> dict[str, Array]:
     """Return the arrays that a pass reads: all except operands that only the forward pass and its tangent read."""
     if name == "jvp":
         return dict(arrays)
@@ -193,17 +194,18 @@ def looked_up_call(
 
 
 def ran(
-    tensors: dict[str, Tensor], outs: Outs, options: Options, wants_lse: bool, record: Callable[..., Any] | None = None
-) -> Any:
+    tensors: dict[str, Tensor], outs: Outs, options: Options, wants_lse: bool,
+    record: Callable[..., Sequence[Tensor]] | None = None,
+) -> tuple[Call, Tensor, Tensor]:  # fmt: skip
     """Run a call, and return it with o and lse; `record` runs the call if PyTorch differentiates it."""
     if torch_gpu.is_elsewhere(tensors["q"]):
         with torch_gpu.within(tensors["q"]):
             return ran(tensors, outs, options, wants_lse, record)
     try:
         call = looked_up_call(tensors, outs, options, wants_lse, () if record is None else ("backward",))
-        if record is None:
-            return call, *call.forward(outs, *tensors.values())
-        return call, *record(call, outs, *tensors.values())
+        forward = call.forward if record is None else partial(record, call)
+        o, lse = forward(outs, *tensors.values())
+        return call, o, lse
     except RuntimeError as error:
         reasons = argument_reasons(tensors, outs)
         if reasons:
@@ -211,14 +213,14 @@ def ran(
         raise
 
 
-def _mask_layout(array: Any) -> Hashable:
+def _mask_layout(array: Array | Tensor) -> Hashable:
     """Return the key of the layout of a mask's array, a tensor on a GPU or a CuPy array; None otherwise."""
     if type(array) in PLAIN:
         return torch_gpu.layout_key(array) if array.is_cuda else None
     return layout_key(array)
 
 
-def _over(arrays: Mapping[str, Any], options: Options) -> Options:
+def _over(arrays: Mapping[str, Array | ShapeDtype], options: Options) -> Options:
     """Return the options of a call with other arrays instead of its tensors, by name."""
     score, bias = options.score, options.bias
     if isinstance(score, Score) and score.arrays.keys() <= arrays.keys():
@@ -228,9 +230,9 @@ def _over(arrays: Mapping[str, Any], options: Options) -> Options:
     return options._replace(score=score, bias=bias, sink=arrays.get("sink"))
 
 
-def _key(arrays: dict[str, Any], outs: Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
+def _key(arrays: dict[str, Tensor], outs: Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
     """Return the key of a call on a GPU, which contains everything except its data; None for other calls."""
-    tensors: list[Any] = [*arrays.values()]
+    tensors = [*arrays.values()]
     if outs is not NEW:
         tensors += [each for each in outs if each is not None]
     if not PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
@@ -252,7 +254,7 @@ def _first(
     if not is_on_gpu or checks.is_on():
         return _ByArrays(tensors, options, is_on_gpu)
     with torch_gpu.stream():
-        layouts: dict[str, Any] = {name: Layout.of(tensor) for name, tensor in tensors.items()}
+        layouts = {name: Layout.of(tensor) for name, tensor in tensors.items()}
         ready = _planned(layouts, options, lists_at_call)
         written = {name: Layout.of(each) for name, each in zip(("o", "lse"), outs) if each is not None}
         require_fit(ready._plan, ready.executor, "forward", layouts, written, torch_gpu.MACHINE)
@@ -267,7 +269,7 @@ def _first(
     return call
 
 
-def _planned(layouts: dict[str, Any], options: Options, lists_at_call: bool) -> Plan:
+def _planned(layouts: dict[str, Layout], options: Options, lists_at_call: bool) -> Plan:
     """Return the plan of a call; calls build the lists of its mask if kernels support this and `lists_at_call`."""
     shapes = {name: ShapeDtype(layout.shape, layout.dtype) for name, layout in layouts.items()}
     q, k, v, options = layouts["q"], layouts["k"], layouts["v"], _over(shapes, options)

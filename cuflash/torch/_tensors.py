@@ -15,7 +15,10 @@ from ..executors.torch_gpu import NUMPY_DTYPES, TORCH_DTYPES
 from ..layouts import is_batched, is_tensor, tensor_reasons
 
 Tensor: TypeAlias = torch.Tensor
-Outs: TypeAlias = tuple[Any, Any]  # o and lse, each None if the call allocates it
+Out: TypeAlias = "Tensor | Sequence[Tensor] | None"  # the value of `out=`: the tensor for o, or a pair for o and lse
+Outs: TypeAlias = "tuple[Tensor | None, Tensor | None]"  # o and lse, each None if the call allocates it
+Results: TypeAlias = "Sequence[Tensor | None]"  # of a pass, or gradients of its tensors; None for those that are absent
+Axes: TypeAlias = Sequence[int | None]  # the mapped axis of each tensor; None for a tensor that all calls share
 NEW: Outs = (None, None)
 
 _CAST = {torch.float16, torch.bfloat16, torch.float32}
@@ -40,7 +43,7 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     return [each.to(narrow) if each.dtype in _CAST else each for each in (q, k, v)]
 
 
-def executor_reasons(device: Any, executor: Any) -> list[str]:
+def executor_reasons(device: torch.device, executor: object) -> list[str]:
     """Return why an executor cannot access tensors on a device."""
     wanted = {"cpu": "cpu", "sim": "cpu", "gpu": "cuda"}.get(executor) if isinstance(executor, str) else None
     if wanted in (None, device.type):
@@ -96,7 +99,7 @@ def require_cotangents(**cotangents: Tensor | None) -> None:
     refuse(reasons)
 
 
-def returned(outs: Outs, new_tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+def returned(outs: Outs, new_tensors: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
     """Return o and lse: new tensors, or the caller's outputs, after PyTorch is informed of the writes to them."""
     increment_version([each for each in outs if each is not None])
     others = iter(new_tensors)

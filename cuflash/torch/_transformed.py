@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from ..masks.base import Mask
 from ..planning.options import DOT, Options
 from ..scores import Score
 from ._passes import Call, OnGpu, looked_up_call, ran
-from ._tensors import NEW, Tensor, own_integers
+from ._tensors import NEW, Axes, Tensor, own_integers
 
 _ALIGNED = ("sink", "bias")  # operands whose batch axes, if any, are aligned to the last ones of q, k and v
 
@@ -44,7 +44,7 @@ class Transformed:
         self._calls: dict[Hashable, Call] = {}
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any, options: Options) -> tuple[Transformed, list[Tensor]]:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Transformed, list[Tensor]]:
         """Split the arguments of a call into tensors and everything else.
 
         Raises
@@ -101,7 +101,7 @@ class Transformed:
         if not self.is_traced or isinstance(call, OnGpu):
             self._calls[key] = call
 
-    def _with_one_score(self, tensors: dict[str, Tensor], wrt: Sequence[str]) -> tuple[dict[str, Any], Options]:
+    def _with_one_score(self, tensors: dict[str, Tensor], wrt: Sequence[str]) -> tuple[dict[str, Tensor], Options]:
         """Return the tensors and options of a call whose softcap, bias and score are one Score over tensors."""
         options = self._options
         own = {name: tensors.get(name, getattr(options, name)) for name in _ALIGNED}
@@ -115,7 +115,7 @@ class Transformed:
         return {name: tensors[name] for name in ("q", "k", "v")} | operands, options
 
     def batched(
-        self, name: str, size: int, inputs: Sequence[Any], in_dims: Sequence[int | None], wrt: Sequence[str],
+        self, name: str, size: int, inputs: Sequence[Tensor], in_dims: Axes, wrt: Sequence[str],
         apply: Callable[..., Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Run a pass on a batch of calls: as one call with one more leading axis if the results are the same.
@@ -208,14 +208,14 @@ def run_pass(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Ten
     return *results[:3], *(by_name[each] for each in wrt)
 
 
-def _is_uniform(mask: Any) -> bool:
+def _is_uniform(mask: object) -> bool:
     """True if one more leading batch axis does not change the elements of a mask's batch entries."""
     if not isinstance(mask, Mask):
         return mask is None or is_tensor(mask) or is_array(mask)
     return not reads_numbers(mask)
 
 
-def _layout(tensors: Any) -> Hashable:
+def _layout(tensors: Iterable[Tensor]) -> Hashable:
     return tuple([(each.shape, each.stride(), each.dtype, each.device, each.is_neg()) for each in tensors])
 
 
@@ -224,12 +224,12 @@ def _without_data(array: Any) -> Any:
     return ShapeDtype(tuple(array.shape), dtype_of(array)) if is_tensor(array) else array
 
 
-def _entry(tensor: Tensor, axis: int | None, number: int) -> Any:
+def _entry(tensor: Tensor, axis: int | None, number: int) -> Tensor:
     """Return one entry of a mapped tensor; other values unchanged."""
     return tensor if axis is None else tensor.select(axis, number)
 
 
-def _at_front(tensor: Tensor, axis: int | None, size: int) -> Any:
+def _at_front(tensor: Tensor, axis: int | None, size: int) -> Tensor:
     """Return a tensor whose leading axis is the mapped one; a tensor that all calls share is not copied."""
     if tensor is None:
         return None

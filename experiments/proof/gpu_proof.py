@@ -58,6 +58,7 @@ from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Structure
 from cuflash.planning.families import sm90
+from cuflash.planning.families.family import Request
 from cuflash.arrays import as_dtype
 from cuflash.planning.appending import append_spec, bounds_spec
 from cuflash.planning.captured_sums import sums_spec
@@ -448,7 +449,7 @@ def run_caches() -> int:
 def specs_of_masses(device: DeviceSpec) -> set[KernelSpec]:
     """Return the block-mass kernels that these calls launch."""
     arrays = (cuflash.ShapeDtype((2, 90, 64), dtype) for dtype in MASS_DTYPES)
-    return {mass_kernel(Problem.of(x, x, x), device, 24, is_listed=False) for x in arrays}
+    return {mass_kernel(Request(Problem.of(x, x, x), device), 24) for x in arrays}
 
 
 def run_masses() -> int:
@@ -523,7 +524,7 @@ def specs_of_quantized(device: DeviceSpec) -> set[KernelSpec]:
     for columns, block, _ in QUANTIZED:
         x = cuflash.ShapeDtype((2, 300, columns), "bfloat16")
         problem = replace(Problem.of(x, x, x), precision="fp8", rows_per_scale=RowsPerScale(block, block, block))
-        specs |= {*Sm90Fp8().specs(problem, device).values(), quantize_spec(x.dtype, columns, block)}
+        specs |= {*Sm90Fp8().specs(Request(problem, device)).values(), quantize_spec(x.dtype, columns, block)}
         specs.add(transpose_spec(columns))
     return specs
 

@@ -46,6 +46,7 @@ from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.planning.spec import KernelSpec
 from cuflash.planning.families import simt, sm80
+from cuflash.planning.families.family import Request
 from cuflash.planning.families.sm90_storage import ROWS
 from harness import Record, check_names, gpu_versions, main, time_alternately, time_on_device, track, why_no_gpu
 from rich.table import Table
@@ -290,7 +291,8 @@ def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
     assert plan.family is not None and plan.kernels is not None
     choose, family = plan.family.specs, type(plan.family)()
     setattr(family, "specs", lambda *args, **options: choose(*args, **options) | specs)
-    kernels = family.launches(plan.problem, plan.device, plan.work, deterministic=plan.kernels.is_repeatable)
+    request = Request.over(plan.problem, plan.device, plan.work, plan.kernels.is_repeatable)
+    kernels = family.launches(request, plan.work)
     return replace(plan, kernels=kernels)
 
 

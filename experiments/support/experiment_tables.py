@@ -250,7 +250,26 @@ def exponentials(rows: list[Row]) -> str:
     return markdown(header, lines)
 
 
+def code_structure(rows: list[Row]) -> str:
+    """Tabulate the counts of code that have goals, the largest module and class, kernels and planted faults."""
+    paths = "modules of a call", "hand-overs of a call", "functions of a call"
+    first = {row["measure"]: row for row in reversed(rows) if row["measure"].startswith("largest")}
+    counts = {(row["measure"], row["part"]): row for row in rows}
+    lines = [
+        [row["measure"], row["part"], *(row[name] for name in ("value", "before", "goal"))]
+        for row in rows
+        if first.get(row["measure"], row) is row and row["measure"] not in paths
+        and (row["goal"] or row["measure"] == "planted faults" or row["part"] == "kernels_cu")
+    ]  # fmt: skip
+    for call in dict.fromkeys(row["part"] for row in rows if row["measure"] in paths):
+        three = [counts[path, call] for path in paths]
+        cells = (" / ".join(row[name] or "-" for row in three) for name in ("value", "before", "goal"))
+        lines.append(["modules / hand-overs / functions", call, *cells])
+    return markdown(["count", "of", "now", "before", "goal"], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "code-structure": ("code_structure", code_structure),
     "fp8-speed": ("speed_fp8", fp8_speed),
     "fp8-error": ("fp8_error", fp8_error),
     "fp8-error-gpu": ("fp8_error_gpu", fp8_error),

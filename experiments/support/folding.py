@@ -8,6 +8,9 @@ MOST_SHOWN = 10
 # For each long table, the values by column of the rows that stay visible. A table without an entry is folded entirely,
 # under a summary line.
 SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "code-structure": {
+        "count": ("code lines", "escapes from types", "physical lines", "modules / hand-overs / functions")
+    },
     "cpu-speed": {"seqlen": ("4096",), "density": ("1",)},
     "decode": {"sequences": ("64",)},
     "flash-ladder-gpu": {"tokens": ("8192",)},

@@ -39,7 +39,7 @@ from cuflash.planning.families import sm80
 from cuflash.planning.families._passes import second_statistics_spec
 from cuflash.planning.families.sm90 import SHORT_SEQUENCES, in_small_tiles
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
-from cuflash.planning.families.family import DIMS, Family
+from cuflash.planning.families.family import DIMS, Family, Request
 from cuflash.planning.routing import FAMILIES, PREFILL_FAMILIES, mass_kernel
 from cuflash.planning.interval_kernels import INTERVAL_SPECS
 from cuflash.planning.list_kernels import LIST_SPECS
@@ -146,12 +146,12 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
             if FAMILIES[family].reasons(problem, device):
                 continue
             with suppress(UnsupportedProblem):  # no tile fits
-                family_specs = FAMILIES[family].specs(problem, device, limit, deterministic=deterministic)
+                family_specs = FAMILIES[family].specs(Request(problem, device, limit, deterministic))
                 specs |= set(family_specs.values())
                 is_first = not deterministic  # most of the following kernels are the same for both
                 if is_first and family in ("simt", "sm80"):
                     least = 1 if family == "simt" else 128
-                    specs.add(mass_kernel(problem, device, least, is_listed=limit is not None))
+                    specs.add(mass_kernel(Request(problem, device, limit), least))
                 if is_first and family in ("simt", "sm80", "sm90") and (precision, head_dim) == ("ieee", value_dim):
                     if limit is None or (family == "sm90" and min(limit) >= 64):
                         specs |= of_tangents(FAMILIES[family], problem, device, limit)
@@ -159,7 +159,7 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                     many = (ShapeDtype((1000, *x.shape), dtype) for x in (q, k, v))
                     thousand = Problem.of(*many, precision=precision)
                     for variant, keys in ((problem, 1 << 14), (problem, 256), (thousand, 256)):
-                        specs |= set(FAMILIES[family].specs(variant, device, limit, num_keys=keys).values())
+                        specs |= set(FAMILIES[family].specs(Request(variant, device, limit), num_keys=keys).values())
                 walk = family_specs.get("backward") if family == "sm90" else None
                 if walk is not None and walk.name == "sm90_backward" and walk.dq_atomic_width:
                     finishing = ("backward", "backward_statistics")
@@ -174,16 +174,17 @@ def every_spec(name: str, dims: Iterable[tuple[int, int]], limits: Iterable[Limi
                 if is_first and family in ("sm80", "sm90") and limit is None and dtype in _HALVES:
                     for heads, block in product((4, 16), (16, 32, 64)):  # few heads add to dQ atomically
                         group = Problem.of(ShapeDtype((heads, length, head_dim), dtype), k, v)
-                        specs |= set(FAMILIES[family].union_specs(group, device, block, group.group_size).values())
+                        chosen = FAMILIES[family].union_specs(Request(group, device), block, group.group_size)
+                        specs |= set(chosen.values())
     return specs
 
 
 def of_tangents(family: Family, problem: Problem, device: DeviceSpec, limit: Limit) -> set[KernelSpec]:
     """Return a family's kernels for tangents, and for tangents of gradients."""
-    specs = {family.jvp_spec(replace(problem, tangents=names), device, limit) for names in TANGENTS}
+    specs = {family.jvp_spec(Request(replace(problem, tangents=names), device, limit)) for names in TANGENTS}
     for names in SECOND_TANGENTS:
         with suppress(UnsupportedProblem):  # no tile fits
-            rows, columns = family.backward_jvp_specs(replace(problem, tangents=names), device, limit)
+            rows, columns = family.backward_jvp_specs(Request(replace(problem, tangents=names), device, limit))
             specs |= {second_statistics_spec(rows), rows, columns}
     return specs
 
@@ -309,7 +310,7 @@ def of_fp8() -> set[KernelSpec]:
     ):
         x = ShapeDtype((2, length, dim), dtype)
         problem = replace(Problem.of(x, x, x), precision="fp8", rows_per_scale=RowsPerScale(128, 128, 128))
-        spec = Sm90Fp8().specs(problem, device, limit)["forward"]
+        spec = Sm90Fp8().specs(Request(problem, device, limit))["forward"]
         assert spec.shared_bytes <= device.tile_memory_bytes
         specs |= {spec, replace(spec, has_sink=True)}
     for dtype, dim in product((*_HALVES, np.dtype(np.float32)), (64, 128, 256)):
@@ -518,7 +519,8 @@ def test_gradients_of_few_warps_and_wide_rows_do_not_spill(precision: str, dims:
 def gradients(precision: str, dims: tuple[int, int], limit: Limit, chip: str = "H100") -> KernelSpec:
     dtype = BFLOAT16 if precision == "ieee" else np.dtype(np.float32)
     q, v = (ShapeDtype((2, 1000, dim), dtype) for dim in dims)
-    return FAMILIES["sm80"].specs(Problem.of(q, q, v, precision=precision), DeviceSpec.gpu(chip), limit)["backward"]
+    request = Request(Problem.of(q, q, v, precision=precision), DeviceSpec.gpu(chip), limit)
+    return FAMILIES["sm80"].specs(request)["backward"]
 
 
 @pytest.mark.parametrize(("spec", "architecture"), CHOSEN, ids=[f"{spec}, {name}" for spec, name in CHOSEN])
@@ -532,7 +534,7 @@ def test_a_kernel_compiles_without_a_spill_or_advice(nvrtc: Any, spec: KernelSpe
 def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int) -> None:
     """Several blocks share a multiprocessor's registers, which each kernel redistributes among its warpgroups."""
     x = ShapeDtype((2, 4096, dim), BFLOAT16)
-    spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"), (64, 64))["forward"]
+    spec = FAMILIES["sm90"].specs(Request(Problem.of(x, x, x), DeviceSpec.gpu("H100"), (64, 64)))["forward"]
     assert (spec.block_q, spec.min_blocks) == (64, {64: 3, 128: 2, 256: 1}[dim])
     assert faults(room.cubin(spec, "sm_90a")) == []
 
@@ -541,7 +543,7 @@ def test_hopper_s_small_tiles_of_lists_do_not_spill_either(nvrtc: Any, dim: int)
 def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple[int, int]) -> None:
     """Walking a list and finding the block that finishes dQ must fit in the 24 registers of a producer thread."""
     q, v = (ShapeDtype((2, 4096, dim), BFLOAT16) for dim in dims)
-    family_specs = FAMILIES["sm90"].specs(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128))
+    family_specs = FAMILIES["sm90"].specs(Request(Problem.of(q, q, v), DeviceSpec.gpu("H100"), (128, 128)))
     specs = [family_specs["backward"]]
     if max(dims) <= 128:
         specs += [replace(family_specs[entry], last_finishes_dq=True) for entry in ("backward", "backward_statistics")]
@@ -554,7 +556,7 @@ def test_hopper_s_gradients_of_lists_do_not_spill_either(nvrtc: Any, dims: tuple
 def test_a_watched_kernel_is_the_same_but_for_its_waits(nvrtc: Any, entry: str) -> None:
     """Products stay in flight: ptxas would serialize them if a wait contained a trap, since a trap exits the kernel."""
     x = ShapeDtype((2, 4096, 128), np.float16)
-    spec = FAMILIES["sm90"].specs(Problem.of(x, x, x), DeviceSpec.gpu("H100"))[entry]
+    spec = FAMILIES["sm90"].specs(Request(Problem.of(x, x, x), DeviceSpec.gpu("H100")))[entry]
     plain, watched = (room.cubin(replace(spec, has_watchdog=each), "sm_90a") for each in (False, True))
     assert faults(watched) == [] and watched.code != plain.code
     assert watched.resources.registers == plain.resources.registers

@@ -19,6 +19,7 @@ from cuflash.compiler import params_layout as records
 from cuflash.compiler import nvrtc as compiling
 from cuflash.compiler import source as room
 from cuflash.planning.decoding import decode_spec
+from cuflash.planning.families.family import Request
 from cuflash.planning.families.sm80 import combine_spec
 from cuflash.planning.families.sm90_fp8 import Sm90Fp8
 from cuflash.planning.problem import Problem
@@ -225,16 +226,16 @@ def launched() -> list[KernelSpec]:
         for family in FAMILIES.values():
             if not family.reasons(problem, chip):
                 for deterministic in (False, True):
-                    shared += family.specs(problem, chip, deterministic=deterministic).values()
+                    shared += family.specs(Request(problem, chip, None, deterministic)).values()
     half = Problem.of(*[ShapeDtype((1, 4, 300, 192), np.dtype(np.float16))] * 3)
-    shared += FAMILIES["sm90"].specs(half, chip).values()
-    shared += [mass_kernel(half, DeviceSpec.gpu(name), 64, is_listed=False) for name in ("T4", "A100", "H100")]
-    shared.append(combine_spec(FAMILIES["sm80"].specs(half, chip)["forward"]))
+    shared += FAMILIES["sm90"].specs(Request(half, chip)).values()
+    shared += [mass_kernel(Request(half, DeviceSpec.gpu(name)), 64) for name in ("T4", "A100", "H100")]
+    shared.append(combine_spec(FAMILIES["sm80"].specs(Request(half, chip))["forward"]))
     few = Problem.of(ShapeDtype((1, 4, 2, 64), np.dtype(np.float16)), *[ShapeDtype((1, 4, 300, 64), half.dtype)] * 2)
     shared += [decode_spec(few, chip, is_quantized=is_quantized) for is_quantized in (False, True)]
     rows = RowsPerScale(128, 128, 128)
     quantized = replace(Problem.of(*[ShapeDtype((1, 4, 300, 64), np.dtype(np.float16))] * 3), rows_per_scale=rows)
-    return list(dict.fromkeys([*shared, *Sm90Fp8().specs(quantized, chip).values()]))
+    return list(dict.fromkeys([*shared, *Sm90Fp8().specs(Request(quantized, chip)).values()]))
 
 
 @pytest.mark.parametrize("spec", launched(), ids=lambda spec: f"{spec.name}-{spec.dtype}-{spec.head_dim}")
@@ -251,7 +252,7 @@ def test_kernels_state_the_shared_memory_that_their_launches_ask_for(spec: Kerne
 def test_launches_that_ask_for_less_shared_memory_stop_the_compiler(family: str, entry: str) -> None:
     dtype = np.dtype(np.float32 if family == "simt" else np.float16)
     problem = Problem.of(*[ShapeDtype((1, 1, 300, 64), dtype)] * 3)
-    spec = FAMILIES[family].specs(problem, DeviceSpec.gpu("H100"))[entry]
+    spec = FAMILIES[family].specs(Request(problem, DeviceSpec.gpu("H100")))[entry]
     num_bytes = spec.shared_bytes
     spec = replace(spec, entry=replace(spec.entry, shared_bytes=lambda _: num_bytes - 8))
     with pytest.raises(sim.BuildError, match=f"launches ask for {num_bytes - 8} bytes of shared memory"):

@@ -7,6 +7,7 @@ import re
 import numpy as np
 from cuflash import DeviceSpec, ShapeDtype, sim
 from cuflash.compiler import source as room
+from cuflash.planning.families.family import Request
 from cuflash.planning.problem import Problem
 from cuflash.planning.routing import FAMILIES
 from cuflash.planning.spec import KernelSpec
@@ -42,7 +43,7 @@ def specs() -> dict[str, KernelSpec]:
     specs_of = {}
     for head_dim in (64, 128, 192):
         problem = Problem.of(*[ShapeDtype((1, 4, 300, head_dim), np.dtype(np.float16))] * 3)
-        of_passes = FAMILIES["sm90"].specs(problem, DeviceSpec.gpu("H100"))
+        of_passes = FAMILIES["sm90"].specs(Request(problem, DeviceSpec.gpu("H100")))
         specs_of.update({f"{name.partition('_')[0].capitalize()}{head_dim}": each for name, each in of_passes.items()
                          if name in ("forward", "backward", "backward_wide")})  # fmt: skip
     return {name: specs_of[name] for name in ("Forward64", "Forward128", "Backward64", "Backward192")}

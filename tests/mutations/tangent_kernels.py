@@ -418,7 +418,7 @@ FAULTS = {
             "planning/score_launches.py", "with_pushed_score", "pushed(program, names,", "pushed(program, (),"
         ),
         "tiles depend on the names of tangents": Edit(
-            "planning/families/simt.py", "Simt.jvp_spec", 'largest, ("q",))', "largest, problem.tangents)"
+            "planning/families/simt.py", "Simt.jvp_spec", 'request, ("q",))', "request, request.problem.tangents)"
         ),
         "a plan's own tangents are taken for those of the call": Edit(
             "planning/plan.py", "KernelPlan.pass_of", "is_planned = tangents == problem.tangents and", "is_planned ="

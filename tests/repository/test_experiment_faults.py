@@ -49,6 +49,8 @@ UNBEATEN = "test_selector_shootout.test_pages_tell_what_a_selector_does_not_beat
 COUNTERS = "test_flashattention1_experiments.test_counters_are_read_from_what_ncu_prints"
 TRAFFIC = "proof/memory_traffic.py"
 SHOOTOUT = "sparsity/selector_shootout.py"
+STRUCTURE = "proof/code_structure.py"
+COUNTS = "test_code_structure.test_the_counts_of_a_small_tree_are_right"
 ENDS = "test_training.test_ends_are_far_apart_and_labels_are_equal_colours"
 FAULTS = {
     "squares are lost": Fault(TRAINING, "continued", "xp.asarray(file[part])", "0 * xp.asarray(file[part])", RESUMES),
@@ -79,6 +81,10 @@ FAULTS = {
     "ends are near": Fault(
         "sparsity/long_range.py", "sequences", "rng.integers(3 * seqlen // 4,", "rng.integers(seqlen // 4,", ENDS
     ),
+    "results have no annotation": Fault(
+        STRUCTURE, "escapes", "annotations = [node.returns]", "annotations = []", COUNTS
+    ),
+    "every dictionary is a memo": Fault(STRUCTURE, "caches", "and not value.keys", "", COUNTS),
 }  # fmt: skip
 
 
@@ -89,7 +95,7 @@ def arguments(test: str, load: Load, folder: Path) -> list[Any]:
         COUNTERS: [load], GRADIENT_ERROR: [load(first)], UNBEATEN: [load(first)],
         RESUMES: [load(first), folder], HELD_OUT: [load(first)], GRADIENTS: [load(first)], DONE: [load(first), folder],
         FAILED: [load(first), folder], ENDS: [load], KEPT: [load(first), folder], NAMED: [load(first), folder],
-        SHARES: [load],
+        SHARES: [load], COUNTS: [load, folder],
     }[test]  # fmt: skip
 
 

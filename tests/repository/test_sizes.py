@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from experiments.support.code_lines import code_lines, lines_of, num_kernel_code_lines
 from lexing import spans
 
 ROOT = Path(__file__).parents[2]
 LIBRARY, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
 MOST_OF_FILE, MOST_OF_CLASS, MOST_OF_FUNCTION, MOST_OF_KERNEL_FILE, MOST_OF_KERNEL_FUNCTION = 400, 300, 60, 350, 80
-WITHOUT_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-}  # fmt: skip
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def lines_of(node: ast.stmt) -> range:
-    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
-
-
-def code_lines(text: str) -> set[int]:
-    """Return the numbers of the lines that hold code, without those of docstrings and overloads."""
-    numbers = {
-        number
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in WITHOUT_CODE
-        for number in range(token.start[0], token.end[0] + 1)
-    }
+def counted_lines(text: str) -> set[int]:
+    """Return the numbers of the lines that hold code, without those of overloads."""
+    numbers = code_lines(text)
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, Function)) and ast.get_docstring(node, clean=False) is not None:
-            numbers -= set(lines_of(node.body[0]))
         if isinstance(node, Function) and "overload" in map(ast.unparse, node.decorator_list):
             numbers -= {*lines_of(node), *(decorator.lineno for decorator in node.decorator_list)}
     return numbers
@@ -48,7 +33,7 @@ def with_bases(name: str, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef
 
 def too_long(text: str) -> Iterator[str]:
     """Yield the parts of a module that are longer than the rules allow."""
-    code = code_lines(text)
+    code = counted_lines(text)
     if len(code) > MOST_OF_FILE:
         yield f"the file has {len(code)} lines"
     tree = ast.parse(text)
@@ -80,12 +65,6 @@ def test_long_modules_and_functions_are_named() -> None:
     half = "    x = 1\n" * (MOST_OF_CLASS // 2)
     assert list(too_long(f"class A:\n{half}class B(A):\n{half}")) == [f"B has {MOST_OF_CLASS + 2} lines"]
     assert list(too_long(f"class A:\n{half}class B:\n{half}")) == []
-
-
-def num_kernel_code_lines(text: str) -> int:
-    """Return the number of lines of CUDA C++ that hold more than comments and white space."""
-    without_comments = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
-    return sum(1 for line in without_comments.splitlines() if line.strip())
 
 
 def long_kernel_functions(text: str) -> list[str]:

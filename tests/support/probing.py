@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from cuflash.planning.captured_sums import EXACT_WORDS
+from cuflash.planning.families.family import Request
 from cuflash.planning.launches import DqSemaphoreOrder, Pass
 from cuflash.executors._records import View
 from cuflash.executors.params import templates_of
@@ -889,7 +890,8 @@ def with_specs(plan: KernelPlan, specs: dict[str, KernelSpec]) -> KernelPlan:
     assert plan.family is not None and plan.kernels is not None
     choose, family = plan.family.specs, type(plan.family)()
     setattr(family, "specs", lambda *args, **options: choose(*args, **options) | specs)
-    kernels = family.launches(plan.problem, plan.device, plan.work, deterministic=plan.kernels.is_repeatable)
+    request = Request.over(plan.problem, plan.device, plan.work, plan.kernels.is_repeatable)
+    kernels = family.launches(request, plan.work)
     return replace(plan, kernels=kernels)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from cuflash.planning.families.family import Request
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure
@@ -29,7 +30,8 @@ def split_plan(example: Example, num_splits: int | None, run: Run = SIM) -> Kern
     plan = run.kernel_plan(example, kernel="sm80", deterministic=False)
     if plan.is_empty:
         return plan
-    kernels = plan.family.launches(plan.problem, plan.device, plan.work, num_splits=num_splits)
+    request = Request.over(plan.problem, plan.device, plan.work)
+    kernels = plan.family.launches(request, plan.work, num_splits=num_splits)
     return replace(plan, kernels=kernels)
 
 

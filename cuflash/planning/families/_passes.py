@@ -9,15 +9,14 @@ from functools import partial
 import numpy as np
 
 from ...blocks.work_list import IntervalWork, WorkList
-from ..device import DeviceSpec
 from ..launches import MATRICES, POINTER, DqSemaphoreOrder, Feature, Launch, Pass, Workspace, structure
 from ..options import DOT
-from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import SIMT, Entry, KernelSpec
 from ..tangent_launches import DELTA
 from .family import (
-    BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, key_tiles, launch_of, num_tiles, query_tiles,
+    BACKWARD_INPUTS, FORWARD_INPUTS, STATISTICS_INPUTS, Request, key_tiles, launch_of, launch_over, num_tiles,
+    query_tiles,
 )  # fmt: skip
 
 # Statistics of queries and semaphores of dQ that sm90 kernels share; mirrors kernels_cu/sm90/query_state.cuh.
@@ -33,23 +32,23 @@ def tile_counters(spec: KernelSpec, *, is_zeroed: bool = False) -> dict[str, Wor
 
 
 def forward_pass(
-    problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec, reads: tuple[str, ...] = FORWARD_INPUTS
+    request: Request, work: WorkList, spec: KernelSpec, reads: tuple[str, ...] = FORWARD_INPUTS
 ) -> Pass:
     """Return a forward pass of one kernel, with its workspace and its sink."""
     counters = tile_counters(spec, is_zeroed=True)
-    launch = launch_of(spec, device, num_tiles(spec, problem, work), reads, ("o", "lse", *counters))
-    return sink_forward(Pass({"forward": launch}, counters), problem, "forward")
+    launch = launch_over(spec, request, work, reads, ("o", "lse", *counters))
+    return sink_forward(Pass({"forward": launch}, counters), request.problem, "forward")
 
 
-def jvp_pass(problem: Problem, device: DeviceSpec, work: WorkList, spec: KernelSpec) -> Pass:
+def jvp_pass(request: Request, work: WorkList, spec: KernelSpec) -> Pass:
     """Return a pass of one kernel that computes the tangents of o and lse; `spec` names the tangents."""
     tangents = [name for name in spec.tangents if name != "score"]
     moves_means = spec.moves_scores or "sink" in tangents
     reads = ("q", "k", *("v",) * spec.moves_scores, *("o",) * moves_means, "lse")
     counters = tile_counters(spec, is_zeroed=True)
     reads, writes = (*reads, *(f"{name}{DOT}" for name in tangents)), (f"o{DOT}", f"lse{DOT}", *counters)
-    kernels = Pass({"jvp": launch_of(spec, device, num_tiles(spec, problem, work), reads, writes)}, counters)
-    return sink_forward(kernels, problem, "jvp") if moves_means else kernels
+    kernels = Pass({"jvp": launch_over(spec, request, work, reads, writes)}, counters)
+    return sink_forward(kernels, request.problem, "jvp") if moves_means else kernels
 
 
 def second_statistics_spec(rows: KernelSpec) -> KernelSpec:
@@ -60,24 +59,20 @@ def second_statistics_spec(rows: KernelSpec) -> KernelSpec:
     )  # fmt: skip
 
 
-def backward_jvp_pass(
-    problem: Problem, device: DeviceSpec, work: WorkList, rows: KernelSpec, columns: KernelSpec
-) -> Pass:
+def backward_jvp_pass(request: Request, work: WorkList, rows: KernelSpec, columns: KernelSpec) -> Pass:
     """Return a pass that computes the tangents of gradients; its first kernel computes delta and its tangent."""
+    problem = request.problem
     dots = [f"{name}{DOT}" for name in rows.tangents if name not in ("score", "sink")]
     deltas, counters = (DELTA, f"delta{DOT}"), tile_counters(rows)
     inputs = ("q", "k", "v", "do", "lse", f"lse{DOT}", *dots, *deltas)
     statistics = second_statistics_spec(rows)
     do_dot = (f"do{DOT}",) * ("do" in rows.tangents)
     of_queries = ("do", *do_dot, "o", f"o{DOT}", "lse", f"lse{DOT}", "dlse", f"dlse{DOT}")
-
-    def launch(spec: KernelSpec, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
-        return launch_of(spec, device, num_tiles(spec, problem, work), reads, writes)
-
-    first = launch(statistics, of_queries, (*deltas, *counters))
+    first = launch_over(statistics, request, work, of_queries, (*deltas, *counters))
     launches = {
-        statistics.entry.name: first, rows.entry.name: launch(rows, (*inputs, *counters), ("dq", *counters)),
-        columns.entry.name: launch(columns, inputs, ("dk", "dv")),
+        statistics.entry.name: first,
+        rows.entry.name: launch_over(rows, request, work, (*inputs, *counters), ("dq", *counters)),
+        columns.entry.name: launch_over(columns, request, work, inputs, ("dk", "dv")),
     }  # fmt: skip
     workspace = Workspace(problem.lse_shape(), problem.accumulator)
     kernels = Pass(launches, dict.fromkeys(deltas, workspace) | counters)
@@ -91,11 +86,7 @@ def backward_jvp_pass(
 
 
 def backward_pass(
-    problem: Problem,
-    device: DeviceSpec,
-    work: WorkList,
-    specs: Mapping[str, KernelSpec],
-    dq_order: DqSemaphoreOrder | None = None,
+    request: Request, work: WorkList, specs: Mapping[str, KernelSpec], dq_order: DqSemaphoreOrder | None = None
 ) -> Pass:
     """Return a backward pass, with its workspaces and the gradient of a sink.
 
@@ -107,7 +98,7 @@ def backward_pass(
     dq_order : DqSemaphoreOrder, optional
         The order in which thread blocks of "backward" finish dQ of some heads.
     """
-    backward, statistics = specs["backward"], specs["backward_statistics"]
+    problem, backward, statistics = request.problem, specs["backward"], specs["backward_statistics"]
     rows, columns = query_tiles(problem, work, backward.block_q), key_tiles(problem, work, backward.block_kv)
     if backward.cuts_sequences:
         assert isinstance(work, IntervalWork)
@@ -117,7 +108,7 @@ def backward_pass(
         spec, tiles = specs[role], num_tiles(specs[role], problem, work)
         if spec.cuts_sequences:
             tiles = problem.num_kv_heads * columns if spec.entry.holds_keys else problem.num_heads * rows
-        return launch_of(spec, device, tiles, reads, writes, names)
+        return launch_of(spec, request.device, tiles, reads, writes, names)
 
     *leading, seqlen_q = problem.lse_shape()
     words = statistics.entry.query_record_words

@@ -5,32 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..chosen_lists import NAME, UnionTiling, UnionWork
-from ..device import DeviceSpec
 from ..launches import Feature, Kernels, Launch, Pass, Workspace
-from ..problem import Problem
 from ..sinks import sink_forward
 from ..spec import SM90
 from ._passes import QUERY_STATE, backward_pass, tile_counters
-from .family import FORWARD_INPUTS, Family, launch_of
+from .family import FORWARD_INPUTS, Family, Request, launch_of
 
 
-def union_kernels(
-    family: Family, problem: Problem, device: DeviceSpec, work: UnionWork, *, deterministic: bool
-) -> Kernels:
-    """Return the launches of both passes for block lists per query.
-
-    Parameters
-    ----------
-    specs : dict of KernelSpec by role
-        "forward", "backward_statistics", "backward", and "backward_rows" or "convert_dq".
-    """
-    tiling, feature = work.tiling, work.feature
-    specs = family.union_specs(problem, device, tiling.block, tiling.heads_per_tile, deterministic=deterministic)
+def union_kernels(family: Family, request: Request, work: UnionWork) -> Kernels:
+    """Return the launches of both passes for block lists per query."""
+    problem, tiling, feature = request.problem, work.tiling, work.feature
+    specs = family.union_specs(request, tiling.block, tiling.heads_per_tile)
     tiles = problem.num_heads // tiling.heads_per_tile * tiling.num_tiles
     counted = tile_counters(specs["forward"], is_zeroed=True)
-    launch = launch_of(specs["forward"], device, tiles, FORWARD_INPUTS, ("o", "lse", *counted), (NAME,))
+    launch = launch_of(specs["forward"], request.device, tiles, FORWARD_INPUTS, ("o", "lse", *counted), (NAME,))
     launch = replace(launch, boxes=tiling.boxes(launch.boxes, tiling.queries_per_tile))
-    backward = backward_pass(problem, device, work, specs)
+    backward = backward_pass(request, work, specs)
     launches = {**tiling.column_launches, **backward.launches}
     by_keys, parts = launches["backward"], tiling.parts(specs["backward"])
     by_keys = replace(

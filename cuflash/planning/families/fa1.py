@@ -19,9 +19,9 @@ from .family import (
     BACKWARD_INPUTS,
     FORWARD_INPUTS,
     Family,
+    Request,
     first_fitting,
     launch_of,
-    list_block_of,
     no_tile_fits,
     query_tiles,
 )
@@ -97,36 +97,22 @@ class FlashAttention1(Family):
         return reasons + super().reasons(problem, device)
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
-        forward = _forward_spec(problem, device, None)
+        forward = _forward_spec(Request(problem, device))
         return forward.block_q, forward.block_kv
 
-    def specs(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        largest: tuple[int, int] | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> dict[str, KernelSpec]:
+    def specs(self, request: Request) -> dict[str, KernelSpec]:
         """Return the kernels by entry; the backward kernel shares sm80's products, and therefore its tile."""
-        width = _width(problem)
+        problem, largest, width = request.problem, request.largest, _width(request.problem)
         most = _LARGEST_BACKWARD[width]
         block = tuple(map(min, most, largest or most))
         wide = replace(problem, head_dim=width, value_dim=width)
-        of_sm80 = Sm80().specs(wide, device, (block[0], block[1]))["backward"]
+        of_sm80 = Sm80().specs(Request(wide, request.device, (block[0], block[1])))["backward"]
         is_listed = largest is not None
         backward = replace(of_sm80, entry=_BACKWARD, min_blocks=1, dq_atomic_width=0, is_listed=is_listed)
-        return {"forward": _forward_spec(problem, device, largest), "backward": backward}
+        return {"forward": _forward_spec(request), "backward": backward}
 
-    def launches(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        *,
-        deterministic: bool = False,
-    ) -> Kernels:
-        chosen = self.specs(problem, device, list_block_of(work))
+    def launches(self, request: Request, work: WorkList) -> Kernels:
+        problem, device, chosen = request.problem, request.device, self.specs(request)
         forward, backward = chosen["forward"], chosen["backward"]
         lse_shape, accumulator = problem.lse_shape(), problem.accumulator
 
@@ -180,8 +166,9 @@ def _width(problem: Problem) -> int:
     return next(width for width in _FORWARD_TILES if width >= max(problem.head_dim, problem.value_dim))
 
 
-def _forward_spec(problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None) -> KernelSpec:
+def _forward_spec(request: Request) -> KernelSpec:
     """Return the forward kernel with the first tile that fits; tiles are reduced to the block sizes of a list."""
+    problem, device, largest = request.problem, request.device, request.largest
     width, specs = _width(problem), list[KernelSpec]()
     for tile in _FORWARD_TILES[width]:
         block_q, block_kv = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -41,6 +42,40 @@ def _place_reasons(problem: Problem) -> list[str]:
     if (problem.score is not None or problem.dropout is not None) and problem.places.q_runs:
         reasons.append(f"score functions and dropout of queries that are not adjacent do not run on kernels: {fix}")
     return reasons
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Request:
+    """The call for which a family chooses kernels.
+
+    Attributes
+    ----------
+    problem : Problem
+        A problem that the family serves.
+    device : DeviceSpec
+    largest : (block_q, block_kv), optional
+        The block sizes of a list, which tiles must not exceed.
+    deterministic : bool
+        True if all results must be bitwise reproducible.
+    """
+
+    problem: Problem
+    device: DeviceSpec
+    largest: tuple[int, int] | None = None
+    deterministic: bool = False
+
+    @staticmethod
+    def over(problem: Problem, device: DeviceSpec, work: WorkList, deterministic: bool = False) -> Request:
+        """Return the request for kernels that walk a work list."""
+        largest = (work.block_q, work.block_kv) if isinstance(work, ListedWork) else None
+        return Request(problem, device, largest, deterministic)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The head_dim and value_dim that kernels are compiled for."""
+        of_problem = self.problem.head_dim, self.problem.value_dim
+        head_dim, value_dim = (next(padded for padded in DIMS if padded >= dim) for dim in of_problem)
+        return head_dim, value_dim
 
 
 class Family(ABC):
@@ -152,25 +187,8 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def specs(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        largest: tuple[int, int] | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> dict[str, KernelSpec]:
+    def specs(self, request: Request) -> dict[str, KernelSpec]:
         """Return the kernels of both passes by entry, in the order of their launches.
-
-        Parameters
-        ----------
-        problem : Problem
-            A problem that the family serves.
-        device : DeviceSpec
-        largest : (block_q, block_kv), optional
-            The block sizes of a list, which tiles must not exceed.
-        deterministic : bool
-            True if all results must be bitwise reproducible.
 
         Raises
         ------
@@ -179,14 +197,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def launches(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        *,
-        deterministic: bool = False,
-    ) -> Kernels:
+    def launches(self, request: Request, work: WorkList) -> Kernels:
         """Return the launches of both passes over a work list.
 
         Raises
@@ -195,9 +206,7 @@ class Family(ABC):
             As in `specs`.
         """
 
-    def jvp_spec(
-        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
-    ) -> KernelSpec:
+    def jvp_spec(self, request: Request) -> KernelSpec:
         """Return the kernel that computes the tangents of o and lse along the tangents that the problem names.
 
         Its tile is the same for all tangents, so that omitting a tangent and passing zeros lead to the same bits. The
@@ -208,11 +217,9 @@ class Family(ABC):
         UnsupportedProblem
             The family has no such kernel, or no tile fits in the device's shared memory.
         """
-        raise UnsupportedProblem(self.tangent_reasons(problem))
+        raise UnsupportedProblem(self.tangent_reasons(request.problem))
 
-    def backward_jvp_specs(
-        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
-    ) -> tuple[KernelSpec, KernelSpec]:
+    def backward_jvp_specs(self, request: Request) -> tuple[KernelSpec, KernelSpec]:
         """Return the kernels that compute tangents of gradients, for tiles of queries and for tiles of keys.
 
         Raises
@@ -220,11 +227,9 @@ class Family(ABC):
         UnsupportedProblem
             As in `jvp_spec`.
         """
-        raise UnsupportedProblem(self.tangent_reasons(problem))
+        raise UnsupportedProblem(self.tangent_reasons(request.problem))
 
-    def union_specs(
-        self, problem: Problem, device: DeviceSpec, block: int, heads: int, *, deterministic: bool = False
-    ) -> dict[str, KernelSpec]:
+    def union_specs(self, request: Request, block: int, heads: int) -> dict[str, KernelSpec]:
         """Return the kernels for block lists per query, by role; {} if there are none.
 
         Parameters
@@ -233,8 +238,6 @@ class Family(ABC):
             Keys per block.
         heads : int
             Query heads per tile.
-        deterministic : bool
-            Gradients must be bitwise reproducible.
 
         Raises
         ------
@@ -243,9 +246,7 @@ class Family(ABC):
         """
         return {}
 
-    def mass_spec(
-        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
-    ) -> KernelSpec | None:
+    def mass_spec(self, request: Request, block_kv: int) -> KernelSpec | None:
         """Return the kernel that sums softmax weights over blocks of `block_kv` keys, or None if there is none."""
         return None
 
@@ -259,10 +260,9 @@ def resident_blocks(spec: KernelSpec, device: DeviceSpec) -> int:
     return device.num_processors * max(1, min(spec.min_blocks, fitting))
 
 
-def order_of_waves(
-    problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
-) -> TileOrder:
+def order_of_waves(request: Request, work: WorkList, forward: KernelSpec, backward: KernelSpec) -> TileOrder:
     """Return between how many heads each kernel's tiles alternate under a band: the heads of one wave of blocks."""
+    problem, device = request.problem, request.device
     return TileOrder(
         heads_per_wave(work, resident_blocks(forward, device), -(-problem.seqlen_q // forward.block_q)),
         heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv)),
@@ -291,17 +291,12 @@ def launch_of(
     )  # fmt: skip
 
 
-def rounded_dims(problem: Problem) -> tuple[int, int]:
-    """Return the head_dim and value_dim that kernels for the problem are compiled for."""
-    head_dim, value_dim = (
-        next(padded for padded in DIMS if padded >= dim) for dim in (problem.head_dim, problem.value_dim)
-    )
-    return head_dim, value_dim
-
-
-def list_block_of(work: WorkList) -> tuple[int, int] | None:
-    """Return the block sizes of a block list, or None for other work."""
-    return (work.block_q, work.block_kv) if isinstance(work, ListedWork) else None
+def launch_over(
+    spec: KernelSpec, request: Request, work: WorkList, reads: tuple[str, ...], writes: tuple[str, ...],
+    features: tuple[str, ...] = (),
+) -> Launch:  # fmt: skip
+    """Return the launch of a kernel over all its tiles of a work list."""
+    return launch_of(spec, request.device, num_tiles(spec, request.problem, work), reads, writes, features)
 
 
 def query_tiles(problem: Problem, work: WorkList, block_q: int) -> int:

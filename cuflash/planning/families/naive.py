@@ -10,7 +10,7 @@ from ..launches import MATRICES, Feature, Kernels, Pass, TileOrder, Workspace, s
 from ..problem import Problem
 from ..sinks import sink_backward, sink_forward
 from ..spec import NAIVE, Entry, KernelSpec
-from .family import Family, key_tiles, launch_of, list_block_of, num_tiles
+from .family import Family, Request, key_tiles, launch_of, num_tiles
 
 SCORE_MATRICES = structure((MATRICES, "scores", "score_gradients"))
 _SIDE = 32  # rows and columns of a tile, and columns that are multiplied at a time
@@ -59,32 +59,18 @@ class Naive(Family):
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         return _SIDE, _SIDE
 
-    def specs(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        largest: tuple[int, int] | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> dict[str, KernelSpec]:
+    def specs(self, request: Request) -> dict[str, KernelSpec]:
         """Return kernels with one tile size for all chips and dimensions, halved if a list's blocks are smaller."""
-        side = _SIDE if largest is None or min(largest) >= _SIDE else _SIDE // 2
+        side = _SIDE if request.largest is None or min(request.largest) >= _SIDE else _SIDE // 2
         return {
             entry.name: KernelSpec(
-                entry=entry, dtype=problem.dtype, head_dim=_SIDE, value_dim=_SIDE, block_q=side, block_kv=side
+                entry=entry, dtype=request.problem.dtype, head_dim=_SIDE, value_dim=_SIDE, block_q=side, block_kv=side
             )
             for entry in (*_FORWARD, *_BACKWARD)
         }
 
-    def launches(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        *,
-        deterministic: bool = False,
-    ) -> Kernels:
-        chosen = self.specs(problem, device, list_block_of(work))
+    def launches(self, request: Request, work: WorkList) -> Kernels:
+        problem, chosen = request.problem, self.specs(request)
         columns = key_tiles(problem, work, chosen["scores"].block_kv)
         head_tiles, value_tiles = (-(-dim // _SIDE) for dim in (problem.head_dim, problem.value_dim))
         # For each kernel: output tiles per tile of rows, and the arrays that it reads and writes.
@@ -102,10 +88,11 @@ class Naive(Family):
         }  # fmt: skip
         launches = {
             role: launch_of(
-                chosen[role], device, num_tiles(chosen[role], problem, work) * tiles, reads, writes, ("matrices",)
+                chosen[role], request.device, num_tiles(chosen[role], problem, work) * tiles, reads, writes,
+                ("matrices",),
             )
             for role, (tiles, reads, writes) in uses.items()
-        }
+        }  # fmt: skip
         features = (Feature("matrices", SCORE_MATRICES),)
         matrix = Workspace((*problem.lse_shape(), problem.seqlen_kv), problem.accumulator)
         num_heads = problem.num_batch_heads if isinstance(work, ListedWork) else 1

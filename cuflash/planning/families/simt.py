@@ -24,13 +24,11 @@ from .family import (
     STATISTICS_INPUTS,
     WIDEST_CHUNK,
     Family,
+    Request,
     first_fitting,
-    launch_of,
-    list_block_of,
+    launch_over,
     no_tile_fits,
-    num_tiles,
     order_of_waves,
-    rounded_dims,
 )
 
 _THREADS = 128  # threads per block; must equal kThreads of the kernels
@@ -175,17 +173,10 @@ class Simt(Family):
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         """Return the forward tile, but at least the smallest tile of the backward kernels."""
-        forward = self._spec(FORWARD, problem, device, None)
+        forward = self._spec(FORWARD, Request(problem, device))
         return max(_SMALLEST_ROWS, forward.block_q), max(_SMALLEST_ROWS, forward.block_kv)
 
-    def specs(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        largest: tuple[int, int] | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> dict[str, KernelSpec]:
+    def specs(self, request: Request) -> dict[str, KernelSpec]:
         """Return the kernels by entry. The backward pass computes scores twice if atomic additions are slower.
 
         Atomic additions need dq to have the accumulator's dtype. In float32, computing scores once with atomic
@@ -193,37 +184,28 @@ class Simt(Family):
         0.72 at 32, 1.20 at 64 and 0.90 at 128 (simt_walks.log at commit b648872e). The backward
         pass in float64 with a head_dim of 33 to 64 therefore computes scores twice.
         """
+        problem = request.problem
         is_slower_in_one = problem.dtype == np.float64 and 32 < max(problem.head_dim, problem.value_dim) <= 64
-        in_two_walks = deterministic or problem.dtype != problem.accumulator or is_slower_in_one
+        in_two_walks = request.deterministic or problem.dtype != problem.accumulator or is_slower_in_one
         backward = (BACKWARD_ROWS, BACKWARD_COLUMNS) if in_two_walks else (BACKWARD_STATISTICS, BACKWARD)
-        return {entry.name: self._spec(entry, problem, device, largest) for entry in (FORWARD, *backward)}
+        return {entry.name: self._spec(entry, request) for entry in (FORWARD, *backward)}
 
-    def _spec(
-        self, entry: Entry, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None,
-        tangents: tuple[str, ...] = (),
-    ) -> KernelSpec:  # fmt: skip
-        head_dim, value_dim = rounded_dims(problem)
+    def _spec(self, entry: Entry, request: Request, tangents: tuple[str, ...] = ()) -> KernelSpec:
+        (head_dim, value_dim), largest = request.dims, request.largest
         smallest = KernelSpec(
-            entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim,
+            entry=entry, dtype=request.problem.dtype, head_dim=head_dim, value_dim=value_dim,
             block_q=_SIDES[-1], block_kv=_SIDES[-1], tangents=tangents,
         )  # fmt: skip
         if isinstance(entry, _Entry):
-            return self._largest_fitting(smallest, device, largest or (_SIDES[0], _SIDES[0]))
+            return self._largest_fitting(smallest, request.device, largest or (_SIDES[0], _SIDES[0]))
         block_q = max(side for side in _SIDES if side <= min(_STATISTICS_BLOCK_Q, (largest or _SIDES)[0]))
         return replace(smallest, block_q=block_q)
 
-    def launches(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        *,
-        deterministic: bool = False,
-    ) -> Kernels:
-        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
+    def launches(self, request: Request, work: WorkList) -> Kernels:
+        problem, chosen = request.problem, self.specs(request)
 
         def launch(role: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> Launch:
-            return launch_of(chosen[role], device, num_tiles(chosen[role], problem, work), reads, writes)
+            return launch_over(chosen[role], request, work, reads, writes)
 
         is_one_walk, inputs = "backward" in chosen, (*BACKWARD_INPUTS, "delta")
         if is_one_walk:
@@ -238,43 +220,37 @@ class Simt(Family):
             }
         delta = Workspace(problem.lse_shape(), problem.accumulator)
         return Kernels(
-            forward=forward_pass(problem, device, work, chosen["forward"]),
+            forward=forward_pass(request, work, chosen["forward"]),
             backward=sink_backward(Pass(backward, {"delta": delta}), problem),
-            order=self._order(problem, device, work, chosen["forward"], [*chosen.values()][-1]),
+            order=self._order(request, work, chosen["forward"], [*chosen.values()][-1]),
             is_repeatable=not is_one_walk,
         )
 
     def tangent_reasons(self, problem: Problem) -> list[str]:
         return []
 
-    def jvp_spec(
-        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
-    ) -> KernelSpec:
-        spec = self._spec(JVP, problem, device, largest, ("q",))
-        return replace(spec, tangents=tangents_of_kernels(problem))
+    def jvp_spec(self, request: Request) -> KernelSpec:
+        spec = self._spec(JVP, request, ("q",))
+        return replace(spec, tangents=tangents_of_kernels(request.problem))
 
-    def backward_jvp_specs(
-        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
-    ) -> tuple[KernelSpec, KernelSpec]:
-        every, named = ("q", "k", "v", "do"), tangents_of_kernels(problem)
+    def backward_jvp_specs(self, request: Request) -> tuple[KernelSpec, KernelSpec]:
+        every, named = ("q", "k", "v", "do"), tangents_of_kernels(request.problem)
         rows, columns = (
-            replace(self._spec(entry, problem, device, largest, every), tangents=named)
+            replace(self._spec(entry, request, every), tangents=named)
             for entry in (BACKWARD_JVP_ROWS, BACKWARD_JVP_COLUMNS)
         )
         return rows, columns
 
-    def _order(
-        self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
-    ) -> TileOrder:
+    def _order(self, request: Request, work: WorkList, forward: KernelSpec, backward: KernelSpec) -> TileOrder:
         """Return the order of tiles, which alternates between all heads if there is a block list.
 
         The bottleneck is multiply-adds instead of loads of K and V, and if fewer heads alternate, more of the GPU is
         idle at the end (simt_sparse.log at commit b648872e).
         """
         if isinstance(work, ListedWork):
-            num_heads = problem.num_batch_heads
+            num_heads = request.problem.num_batch_heads
             return TileOrder(num_heads, num_heads)
-        return order_of_waves(problem, device, work, forward, backward)
+        return order_of_waves(request, work, forward, backward)
 
     def _largest_fitting(
         self, smallest: KernelSpec, device: DeviceSpec, largest: tuple[int, int]
@@ -296,9 +272,7 @@ class Simt(Family):
             )
         raise no_tile_fits(needed, f" for {what}", device, "use a narrower dtype")
 
-    def mass_spec(
-        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
-    ) -> KernelSpec | None:
+    def mass_spec(self, request: Request, block_kv: int) -> KernelSpec | None:
         """Return the kernel with the widest chunks of head_dim, if possible with two blocks per multiprocessor.
 
         Raises
@@ -306,6 +280,7 @@ class Simt(Family):
         UnsupportedProblem
             No chunk fits.
         """
+        problem, device = request.problem, request.device
         side = _MASS_SIDES[problem.accumulator]
         needed = next((dim for dim in DIMS if dim >= problem.head_dim), WIDEST_CHUNK)
         specs = [

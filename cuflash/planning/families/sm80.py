@@ -31,15 +31,14 @@ from .family import (
     FORWARD_INPUTS,
     WIDEST_CHUNK,
     Family,
+    Request,
     first_fitting,
     launch_of,
-    list_block_of,
+    launch_over,
     no_tile_fits,
-    num_tiles,
     order_of_waves,
     query_tiles,
     resident_blocks,
-    rounded_dims,
 )
 from .simt import Simt
 
@@ -212,47 +211,30 @@ class Sm80(Family):
         return super()._device_reasons(problem, device)
 
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
-        forward = _fitting(_FORWARD, problem, rounded_dims(problem), device, None, problem.seqlen_q)
+        forward = _fitting(_FORWARD, Request(problem, device))
         return forward.block_q, forward.block_kv
 
-    def specs(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        largest: tuple[int, int] | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> dict[str, KernelSpec]:
-        def fitting(entry: _TiledEntry) -> KernelSpec:
-            return _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q)
-
-        dq_atomic_width = 0 if deterministic else _dq_atomic_width(device)
-        forward, backward = fitting(_FORWARD), replace(fitting(_BACKWARD), dq_atomic_width=dq_atomic_width)
+    def specs(self, request: Request) -> dict[str, KernelSpec]:
+        dq_atomic_width = 0 if request.deterministic else _dq_atomic_width(request.device)
+        forward = _fitting(_FORWARD, request)
+        backward = replace(_fitting(_BACKWARD, request), dq_atomic_width=dq_atomic_width)
         # dQ is summed in the layout of the backward kernel's warps, so the kernels before and after it use its tiles.
         statistics = replace(backward, entry=_BACKWARD_STATISTICS, dq_atomic_width=0, precision="ieee")
         chosen = {"forward": forward, "backward_statistics": statistics, "backward": backward}
-        if deterministic:
-            return chosen | {"backward_rows": fitting(_BACKWARD_ROWS)}
+        if request.deterministic:
+            return chosen | {"backward_rows": _fitting(_BACKWARD_ROWS, request)}
         return chosen | {"convert_dq": replace(backward, entry=_CONVERT_DQ, precision="ieee")}
 
-    def launches(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        *,
-        deterministic: bool = False,
-        num_splits: int | None = None,
-    ) -> Kernels:
+    def launches(self, request: Request, work: WorkList, num_splits: int | None = None) -> Kernels:
         """Return the launches. `num_splits` thread blocks divide each tile's keys; by default, the fastest number."""
         if isinstance(work, UnionWork):
-            return union_kernels(self, problem, device, work, deterministic=deterministic)
-        chosen = self.specs(problem, device, list_block_of(work), deterministic=deterministic)
-        forward, num_splits = self._forward(problem, device, work, chosen["forward"], num_splits)
+            return union_kernels(self, request, work)
+        chosen = self.specs(request)
+        forward, num_splits = self._forward(request, work, chosen["forward"], num_splits)
         return Kernels(
             forward=forward,
-            backward=backward_pass(problem, device, work, chosen),
-            order=self.order(problem, device, work, forward.launches["forward"].spec, chosen["backward"]),
+            backward=backward_pass(request, work, chosen),
+            order=self.order(request, work, forward.launches["forward"].spec, chosen["backward"]),
             num_splits=num_splits,
             is_repeatable="backward_rows" in chosen,
         )
@@ -262,58 +244,55 @@ class Sm80(Family):
             return []
         return [f"precision={problem.precision!r} does not support tangents: use precision='ieee'"]
 
-    def jvp_spec(
-        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
-    ) -> KernelSpec:
-        entry, every = _JVP if problem.score is None else _SCORED_JVP, ("q", "k", "v")
-        spec = _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=every)
-        return replace(spec, tangents=tangents_of_kernels(problem))
+    def jvp_spec(self, request: Request) -> KernelSpec:
+        entry = _JVP if request.problem.score is None else _SCORED_JVP
+        spec = _fitting(entry, request, tangents=("q", "k", "v"))
+        return replace(spec, tangents=tangents_of_kernels(request.problem))
 
-    def backward_jvp_specs(
-        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
-    ) -> tuple[KernelSpec, KernelSpec]:
+    def backward_jvp_specs(self, request: Request) -> tuple[KernelSpec, KernelSpec]:
         """Return the kernels, or simt's if rows are so wide that their sums do not fit in registers."""
-        if max(rounded_dims(problem)) > _MOST_COLUMNS_OF_SECOND:
-            return Simt().backward_jvp_specs(problem, device, largest)
-        every, named = ("q", "k", "v", "do"), tangents_of_kernels(problem)
-        rows, columns = (
-            _fitting(entry, problem, rounded_dims(problem), device, largest, problem.seqlen_q, tangents=every)
-            for entry in (_BACKWARD_JVP_ROWS, _BACKWARD_JVP_COLUMNS)
-        )
+        if max(request.dims) > _MOST_COLUMNS_OF_SECOND:
+            return Simt().backward_jvp_specs(request)
+        every, named = ("q", "k", "v", "do"), tangents_of_kernels(request.problem)
+        rows = _fitting(_BACKWARD_JVP_ROWS, request, tangents=every)
+        columns = _fitting(_BACKWARD_JVP_COLUMNS, request, tangents=every)
         num_warps = max(1, columns.block_kv // _MMA_SIDE)
         columns = replace(columns, num_warps=num_warps, min_blocks=max(1, 8 // num_warps))
         return replace(rows, tangents=named), replace(columns, tangents=named)
 
-    def union_specs(
-        self, problem: Problem, device: DeviceSpec, block: int, heads: int, *, deterministic: bool = False
-    ) -> dict[str, KernelSpec]:
+    def union_specs(self, request: Request, block: int, heads: int) -> dict[str, KernelSpec]:
         """Return the kernels; "backward" adds to dQ if that is faster than a kernel of its own, "backward_rows".
 
         A tile of neighbouring queries has 64 / `heads` of them, whose lists have few blocks in common: from few heads
         on, "backward_rows" would compute most products for queries that did not choose the block.
         """
-        widest = next(dim for dim in _UNION_DIMS if dim >= max(rounded_dims(problem)))
-        dims, most = (widest, widest), dict.fromkeys(_OF_UNIONS, ROWS)
-        if problem.score is not None and widest > 64:
+        widest = next(dim for dim in _UNION_DIMS if dim >= max(request.dims))
+        most = dict.fromkeys(_OF_UNIONS, ROWS)
+        if request.problem.score is not None and widest > 64:
             most["backward"] = 32  # maximum keys of a tile without spilled registers
         chosen = {
             role: replace(
-                _fitting(entry, problem, dims, device, (ROWS, min(block, most[role])), ROWS), packs_queries=True
+                _fitting(
+                    entry, replace(request, largest=(ROWS, min(block, most[role]))), (widest, widest), num_queries=ROWS
+                ),
+                packs_queries=True,
             )
             for role, entry in _OF_UNIONS.items()
-        }  # fmt: skip
-        if deterministic or heads >= _LEAST_HEADS_OF_ROWS:
-            return chosen | {"backward_statistics": self.specs(problem, device)["backward_statistics"]}
+        }
+        if request.deterministic or heads >= _LEAST_HEADS_OF_ROWS:
+            statistics = self.specs(Request(request.problem, request.device))["backward_statistics"]
+            return chosen | {"backward_statistics": statistics}
         del chosen["backward_rows"]
-        backward = replace(chosen["backward"], dq_atomic_width=_dq_atomic_width(device))
+        backward = replace(chosen["backward"], dq_atomic_width=_dq_atomic_width(request.device))
         statistics = replace(backward, entry=_BACKWARD_STATISTICS, dq_atomic_width=0, packs_queries=False)
         convert = replace(backward, entry=_CONVERT_DQ)
         return chosen | {"backward": backward, "backward_statistics": statistics, "convert_dq": convert}
 
     def _forward(
-        self, problem: Problem, device: DeviceSpec, work: WorkList, unsplit: KernelSpec, num_splits: int | None
+        self, request: Request, work: WorkList, unsplit: KernelSpec, num_splits: int | None
     ) -> tuple[Pass, int]:
         """Return the forward pass, and the number of thread blocks that divide a tile's keys."""
+        problem, device = request.problem, request.device
         shares_masks = isinstance(work, IntervalWork) and (work.lo is None or work.lo.shape[1] == 1)
         spec = split_spec(unsplit, problem, device, problem.group_size if shares_masks else 1)
         heads = problem.num_kv_heads if spec.pack_gqa else problem.num_heads
@@ -325,7 +304,7 @@ class Sm80(Family):
             all_tiles = problem.mask_shape.num_batch * tiles
             chosen = best_num_splits(problem, work, spec, all_tiles, resident_blocks(spec, device))
         if num_splits is None and chosen == 1 and not spec.pack_gqa:
-            return forward_pass(problem, device, work, unsplit), 1
+            return forward_pass(request, work, unsplit), 1
         *leading, seqlen_q = problem.lse_shape()
         parts = (*leading, chosen * seqlen_q)
         combine = combine_spec(spec)
@@ -333,9 +312,7 @@ class Sm80(Family):
             "forward": launch_of(
                 spec, device, chosen * tiles, FORWARD_INPUTS, ("o_parts", "lse_parts"), ("parts",)
             ),
-            "combine": launch_of(
-                combine, device, num_tiles(combine, problem, work), ("o_parts", "lse_parts"), ("o", "lse"), ("parts",)
-            ),
+            "combine": launch_over(combine, request, work, ("o_parts", "lse_parts"), ("o", "lse"), ("parts",)),
         }
         workspaces = {
             "o_parts": Workspace((*parts, spec.value_dim), problem.accumulator),
@@ -343,24 +320,22 @@ class Sm80(Family):
         }
         return sink_forward(Pass(launches, workspaces, (Feature("parts", PARTS),)), problem, "combine"), chosen
 
-    def order(
-        self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
-    ) -> TileOrder:
+    def order(self, request: Request, work: WorkList, forward: KernelSpec, backward: KernelSpec) -> TileOrder:
         """Return between how many heads tiles alternate.
 
         With a block list, these heads fit in the cache together. Under a band, they fill one wave of thread blocks.
         """
         if isinstance(work, ListedWork):
+            problem, device = request.problem, request.device
             return TileOrder(listed_heads(problem, device), listed_kv_heads(problem, device))
-        return order_of_waves(problem, device, work, forward, backward)
+        return order_of_waves(request, work, forward, backward)
 
-    def mass_spec(
-        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
-    ) -> KernelSpec | None:
+    def mass_spec(self, request: Request, block_kv: int) -> KernelSpec | None:
         """Return the kernel, or None if it does not support the dtype, the chip or blocks of so few keys.
 
         Rows of q up to `WIDEST_CHUNK` columns stay in shared memory; longer rows are loaded in chunks, like those of k.
         """
+        problem, device = request.problem, request.device
         if problem.dtype not in self.dtypes or block_kv < _LEAST_MASS_KEYS:
             return None
         if device.compute_capability is None or device.compute_capability < self.oldest:
@@ -369,8 +344,8 @@ class Sm80(Family):
         spec = KernelSpec(
             entry=_BLOCK_MASS, dtype=problem.dtype, value_dim=DIMS[0], block_q=_MASS_QUERIES,
             head_dim=MASS_CHUNK if splits_head_dim else next(dim for dim in DIMS if dim >= problem.head_dim),
-            block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2, is_listed=is_listed,
-            splits_head_dim=splits_head_dim,
+            block_kv=128, num_warps=8, min_blocks=1, num_stages=3 if splits_head_dim else 2,
+            is_listed=request.largest is not None, splits_head_dim=splits_head_dim,
         )  # fmt: skip
         return first_fitting([spec], device)
 
@@ -382,7 +357,8 @@ def split_spec(forward: KernelSpec, problem: Problem, device: DeviceSpec, group_
     """
     if group_size > 1:
         num_rows = problem.seqlen_q * group_size
-        packed = _fitting(_FORWARD, problem, (forward.head_dim, forward.value_dim), device, None, num_rows)
+        dims = forward.head_dim, forward.value_dim
+        packed = _fitting(_FORWARD, Request(problem, device), dims, num_queries=num_rows)
         if num_rows <= packed.block_q:
             forward = replace(packed, pack_gqa=True)
     return replace(forward, is_split=True)
@@ -397,15 +373,12 @@ def combine_spec(forward: KernelSpec) -> KernelSpec:
 
 
 def _fitting(
-    entry: _TiledEntry,
-    problem: Problem,
-    dims: tuple[int, int],
-    device: DeviceSpec,
-    largest: tuple[int, int] | None,
-    num_queries: int,
+    entry: _TiledEntry, request: Request, dims: tuple[int, int] | None = None, *, num_queries: int | None = None,
     tangents: tuple[str, ...] = (),
-) -> KernelSpec:
-    """Return a kernel with the first of its tiles that fits."""
+) -> KernelSpec:  # fmt: skip
+    """Return a kernel with the first of its tiles that fits; by default, for the request's dimensions and queries."""
+    problem, device, largest = request.problem, request.device, request.largest
+    dims, num_queries = dims or request.dims, problem.seqlen_q if num_queries is None else num_queries
     tiles = next(tiles for width, tiles in entry.tiles[problem.precision].items() if width >= max(dims))
     if entry.is_shortened:
         tiles = tuple(_shortened(tile, num_queries, max(dims), problem.dtype) for tile in tiles)

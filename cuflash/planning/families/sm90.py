@@ -28,7 +28,7 @@ from ..chosen_lists import UnionWork
 from . import sm90_dq, sm90_storage
 from ._passes import backward_pass, forward_pass
 from ._unions import union_kernels
-from .family import Family, first_fitting, list_block_of, resident_blocks, rounded_dims
+from .family import Family, Request, first_fitting, resident_blocks
 from .sm80 import Sm80, power_of_two
 from .sm90_storage import BACKWARD, BACKWARD_STATISTICS, FORWARD, ROWS
 
@@ -106,33 +106,30 @@ class Sm90(Family):
     def tangent_reasons(self, problem: Problem) -> list[str]:
         return []
 
-    def jvp_spec(
-        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
-    ) -> KernelSpec:
+    def jvp_spec(self, request: Request) -> KernelSpec:
         """Return the kernel; sm80's for wide rows, score functions, dropout and small blocks of a list."""
-        tile = _tangent_tile(problem, largest, _JVP_KEYS)
+        tile = _tangent_tile(request, _JVP_KEYS)
         if tile is None:
-            return _SM80.jvp_spec(problem, device, largest)
-        return _tangent_spec(sm90_storage.JVP, problem, largest, tile, _STAGES)
+            return _SM80.jvp_spec(request)
+        return _tangent_spec(sm90_storage.JVP, request, tile)
 
-    def backward_jvp_specs(
-        self, problem: Problem, device: DeviceSpec, largest: tuple[int, int] | None = None
-    ) -> tuple[KernelSpec, KernelSpec]:
+    def backward_jvp_specs(self, request: Request) -> tuple[KernelSpec, KernelSpec]:
         """Return the kernels; sm80's for the calls that `jvp_spec` also leaves to sm80."""
-        tile = _tangent_tile(problem, largest, _BACKWARD_JVP_KEYS)
+        tile, largest = _tangent_tile(request, _BACKWARD_JVP_KEYS), request.largest
         if tile is None:
-            return _SM80.backward_jvp_specs(problem, device, largest)
-        rows = _tangent_spec(sm90_storage.BACKWARD_JVP_ROWS, problem, largest, tile, _STAGES)
-        if rows.shared_bytes > device.tile_memory_bytes:  # with the tangent of dO
+            return _SM80.backward_jvp_specs(request)
+        rows = _tangent_spec(sm90_storage.BACKWARD_JVP_ROWS, request, tile)
+        if rows.shared_bytes > request.device.tile_memory_bytes:  # with the tangent of dO
             rows = replace(rows, num_stages=1)
-        block_kv = 2 * ROWS if problem.seqlen_kv > ROWS and (largest is None or largest[1] % (2 * ROWS) == 0) else ROWS
+        has_long_tiles = request.problem.seqlen_kv > ROWS and (largest is None or largest[1] % (2 * ROWS) == 0)
+        block_kv = 2 * ROWS if has_long_tiles else ROWS
         columns = replace(
             rows, entry=sm90_storage.BACKWARD_JVP_COLUMNS, num_warps=4 * (1 + block_kv // ROWS), block_kv=block_kv,
             block_q=ROWS if max(rows.head_dim, rows.value_dim) <= 64 else ROWS // 2, num_stages=_STAGES,
         )  # fmt: skip
         # Loading a step includes reading its statistics, which takes nearly as long as multiplying one.
         deeper = [replace(columns, num_stages=stages) for stages in (4, 3)]
-        return rows, first_fitting(deeper, device) or columns
+        return rows, first_fitting(deeper, request.device) or columns
 
     def with_sequence_tiles(self, work: WorkList) -> WorkList:
         if not isinstance(work, IntervalWork) or not work.is_ordered:
@@ -140,62 +137,43 @@ class Sm90(Family):
         keys = _keys_of_sequence(work)
         return work if keys is None or keys < LONG_SEQUENCE else work.with_sequence_tiles(_SEQUENCE_TILE)
 
-    def specs(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        largest: tuple[int, int] | None = None,
-        *,
-        deterministic: bool = False,
-        num_keys: float | None = None,
-    ) -> dict[str, KernelSpec]:
+    def specs(self, request: Request, num_keys: float | None = None) -> dict[str, KernelSpec]:
         """Return the kernels by entry; `num_keys` is the mean number of keys per query, or None if it may be small."""
-        dims = rounded_dims(problem)
-        forward = forward_spec(problem, dims, device, largest, num_keys or 0)
+        problem, dims, largest, deterministic = request.problem, request.dims, request.largest, request.deterministic
+        forward = forward_spec(request, num_keys or 0)
         changes_weights = problem.score is not None or problem.dropout is not None
         if deterministic and changes_weights and largest is None and max(dims) <= 128:
             backward = sm90_dq.adding_in_order(backward_specs(problem.dtype, dims, None, deterministic=False))
         else:
             backward = backward_specs(problem.dtype, dims, largest, deterministic=deterministic)
         if not backward or (changes_weights and not _takes_changed_weights(backward["backward"])):
-            backward = _SM80.specs(problem, device, largest, deterministic=deterministic)
+            backward = _SM80.specs(request)
         elif can_stage(problem) and backward["backward"].block_q == ROWS:
             backward["backward"] = replace(
                 backward["backward"], num_stages=_STAGES, score_is_staged=True,
                 score_is_stored=can_store_gradient(problem, in_parts=deterministic),
             )  # fmt: skip
         elif num_bins(problem) and not deterministic:
-            backward["backward"] = _with_bins(backward["backward"], num_bins(problem), device)
+            backward["backward"] = _with_bins(backward["backward"], num_bins(problem), request.device)
         return {"forward": forward} | backward | {"forward": forward}
 
-    def launches(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        *,
-        deterministic: bool = False,
-    ) -> Kernels:
+    def launches(self, request: Request, work: WorkList) -> Kernels:
         if isinstance(work, UnionWork):
-            return union_kernels(self, problem, device, work, deterministic=deterministic)
-        largest = list_block_of(work)
-        num_keys = None if largest is not None else _mean_visible_keys(work, problem)
-        chosen = self.specs(problem, device, largest, deterministic=deterministic, num_keys=num_keys)
-        chosen = _ordered(problem, chosen, work)
+            return union_kernels(self, request, work)
+        problem = request.problem
+        chosen = _ordered(problem, self.specs(request, _mean_visible_keys(work, problem)), work)
         forward, backward = chosen["forward"], chosen["backward"]
-        order = self._order(problem, device, work, forward, backward)
-        chosen, order = self._with_fused_dq(problem, device, work, chosen, order)
+        order = self._order(request, work, forward, backward)
+        chosen, order = self._with_fused_dq(request, work, chosen, order)
         chosen = _with_cut_sequences(problem, work, chosen)
         return Kernels(
-            forward=forward_pass(problem, device, work, forward),
-            backward=backward_pass(problem, device, work, chosen, order.dq), order=order,
+            forward=forward_pass(request, work, forward),
+            backward=backward_pass(request, work, chosen, order.dq), order=order,
             is_repeatable="backward_rows" in chosen or backward.adds_dq_in_order,
         )  # fmt: skip
 
-    def union_specs(
-        self, problem: Problem, device: DeviceSpec, block: int, heads: int, *, deterministic: bool = False
-    ) -> dict[str, KernelSpec]:
-        widest = max(rounded_dims(problem))
+    def union_specs(self, request: Request, block: int, heads: int) -> dict[str, KernelSpec]:
+        problem, widest = request.problem, max(request.dims)
         if problem.score is not None or widest > max(_LISTED_SMALL):
             return {}
         width = next(width for width in _LISTED_SMALL if width >= widest)
@@ -207,7 +185,7 @@ class Sm90(Family):
         )  # fmt: skip
         stages = _NARROW_STAGES if width <= 64 else _STAGES
         rows = replace(forward, entry=sm90_storage.BACKWARD_ROWS, min_blocks=2, num_stages=stages)
-        specs = _SM80.union_specs(problem, device, block, heads, deterministic=deterministic) | {"forward": forward}
+        specs = _SM80.union_specs(request, block, heads) | {"forward": forward}
         # on a GPU, the backward kernels are tested only for whole groups
         if heads != problem.group_size or "backward_rows" not in specs:
             return specs
@@ -217,76 +195,65 @@ class Sm90(Family):
         return specs | {"backward": replace(rows, entry=BACKWARD)}
 
     def _with_fused_dq(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        specs: dict[str, KernelSpec],
-        order: TileOrder,
+        self, request: Request, work: WorkList, specs: dict[str, KernelSpec], order: TileOrder
     ) -> tuple[dict[str, KernelSpec], TileOrder]:
         """Decide whether blocks that add to dQ also finish it, and return the changed kernels and order of tiles."""
-        backward = specs["backward"]
+        problem, backward = request.problem, specs["backward"]
         num_heads = problem.mask_shape.num_batch * problem.num_kv_heads
         if backward.adds_dq_in_order or 0 in (num_heads, problem.seqlen_q, problem.seqlen_kv):
             return specs, order
         if isinstance(work, IntervalWork):
-            dq_order = sm90_dq.dq_semaphore_order(problem, work.band, backward, device)
+            dq_order = sm90_dq.dq_semaphore_order(problem, work.band, backward, request.device)
             if dq_order is not None and dq_order.num_fused_heads(num_heads):
                 order = order._replace(kv_heads_per_group=dq_order.heads_per_group, dq=dq_order)
                 return specs | {"backward": replace(backward, finishes_dq_in_order=True)}, order
         return sm90_dq.finished_by_last(specs) if sm90_dq.last_finishes(problem, work, backward) else specs, order
 
-    def _order(
-        self, problem: Problem, device: DeviceSpec, work: WorkList, forward: KernelSpec, backward: KernelSpec
-    ) -> TileOrder:
+    def _order(self, request: Request, work: WorkList, forward: KernelSpec, backward: KernelSpec) -> TileOrder:
         """Return between how many heads tiles alternate.
 
         With a block list, these heads fit in the cache together. Under a band, their number balances the thread blocks.
         """
-        tile = forward.block_q, forward.block_kv
+        problem, device, tile = request.problem, request.device, (forward.block_q, forward.block_kv)
         order = forward_order(problem, device, work, tile, resident_blocks(forward, device))
         if isinstance(work, ListedWork):
             return order
         kv_heads = heads_per_wave(work, resident_blocks(backward, device), -(-problem.seqlen_kv // backward.block_kv))
         return order._replace(kv_heads_per_group=kv_heads)
 
-    def mass_spec(
-        self, problem: Problem, device: DeviceSpec, block_kv: int, *, is_listed: bool
-    ) -> KernelSpec | None:
+    def mass_spec(self, request: Request, block_kv: int) -> KernelSpec | None:
         """Return the sm80 family's kernel with a producer warp that copies.
 
         Two thread blocks share a multiprocessor, unless rows are loaded in chunks.
         """
-        spec = _SM80.mass_spec(problem, device, block_kv, is_listed=is_listed)
-        if spec is None or device.compute_capability != self.oldest:
+        spec = _SM80.mass_spec(request, block_kv)
+        if spec is None or request.device.compute_capability != self.oldest:
             return None
         stages, blocks = (6, 1) if spec.splits_head_dim else (2, 2)
         spec = replace(spec, entry=sm90_storage.BLOCK_MASS, num_warps=9, min_blocks=blocks, num_stages=stages)
-        return first_fitting([spec], device)
+        return first_fitting([spec], request.device)
 
 
 _SM80 = Sm80()
 
 
-def _tangent_tile(problem: Problem, largest: tuple[int, int] | None, keys_of_step: dict[int, int]) -> _Tile | None:
+def _tangent_tile(request: Request, keys_of_step: dict[int, int]) -> _Tile | None:
     """Return the tile of a kernel that differentiates along tangents; None if other kernels serve the problem."""
-    widest, (rows, keys) = max(rounded_dims(problem)), largest or (2 * ROWS, ROWS)
+    problem, widest, (rows, keys) = request.problem, max(request.dims), request.largest or (2 * ROWS, ROWS)
     changes_weights = problem.score is not None or problem.dropout is not None
     if changes_weights or widest > max(keys_of_step) or rows % ROWS or keys % ROWS:
         return None
     block_q = 2 * ROWS if rows % (2 * ROWS) == 0 and problem.seqlen_q > ROWS else ROWS
     width = next(width for width in keys_of_step if width >= widest)
-    return _Tile(block_q, keys_of_step[width] if largest is None else ROWS)
+    return _Tile(block_q, keys_of_step[width] if request.largest is None else ROWS)
 
 
-def _tangent_spec(
-    entry: Entry, problem: Problem, largest: tuple[int, int] | None, tile: _Tile, num_stages: int
-) -> KernelSpec:
-    head_dim, value_dim = rounded_dims(problem)
+def _tangent_spec(entry: Entry, request: Request, tile: _Tile) -> KernelSpec:
+    head_dim, value_dim = request.dims
     return KernelSpec(
-        entry=entry, dtype=problem.dtype, head_dim=head_dim, value_dim=value_dim, block_q=tile.block_q,
-        block_kv=tile.block_kv, num_warps=4 * (1 + tile.block_q // ROWS), min_blocks=1, is_listed=largest is not None,
-        num_stages=num_stages, tangents=tangents_of_kernels(problem),
+        entry=entry, dtype=request.problem.dtype, head_dim=head_dim, value_dim=value_dim, block_q=tile.block_q,
+        block_kv=tile.block_kv, num_warps=4 * (1 + tile.block_q // ROWS), min_blocks=1,
+        is_listed=request.largest is not None, num_stages=_STAGES, tangents=tangents_of_kernels(request.problem),
     )  # fmt: skip
 
 
@@ -374,20 +341,9 @@ def _mean_visible_keys(work: WorkList, problem: Problem) -> float | None:
     return float(np.mean(np.maximum(hi - lo, 0)))
 
 
-def forward_spec(
-    problem: Problem, dims: tuple[int, int], device: DeviceSpec, largest: tuple[int, int] | None, num_keys: float
-) -> KernelSpec:
-    """Return the forward kernel for a problem.
-
-    Parameters
-    ----------
-    dims : (head_dim, value_dim)
-        The dimensions that the kernel is compiled for.
-    largest : (block_q, block_kv), optional
-        The block sizes of a list, which must be multiples of the tile.
-    num_keys : float
-        The mean number of keys that a query attends to.
-    """
+def forward_spec(request: Request, num_keys: float) -> KernelSpec:
+    """Return the forward kernel for queries that attend to `num_keys` keys on average."""
+    problem, dims, device, largest = request.problem, request.dims, request.device, request.largest
     width = next(width for width in _FORWARD if width >= max(dims))
     (block_q, block_kv), num_queries = _FORWARD[width], problem.seqlen_q
     # Large score functions need more registers than three or four consumer warpgroups have. With dropout, these are

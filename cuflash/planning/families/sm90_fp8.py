@@ -16,7 +16,7 @@ from ..scales import SCALE_ARRAYS
 from ..spec import SM90, Boxes, Entry, KernelSpec
 from ..tile_order import forward_order
 from ._passes import forward_pass
-from .family import FORWARD_INPUTS, Family, list_block_of, resident_blocks
+from .family import FORWARD_INPUTS, Family, Request, resident_blocks
 from .sm90 import LIST_BLOCK
 from .sm90_storage import ROWS, storage_bytes
 
@@ -95,15 +95,8 @@ class Sm90Fp8(Family):
     def list_block(self, problem: Problem, device: DeviceSpec) -> tuple[int, int]:
         return LIST_BLOCK
 
-    def specs(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        largest: tuple[int, int] | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> dict[str, KernelSpec]:
-        rows = problem.rows_per_scale
+    def specs(self, request: Request) -> dict[str, KernelSpec]:
+        problem, largest, rows = request.problem, request.largest, request.problem.rows_per_scale
         assert rows is not None
         head_dim, value_dim = (next(x for x in _DIMS if x >= dim) for dim in (problem.head_dim, problem.value_dim))
         block_q = 2 * ROWS if problem.seqlen_q > ROWS else ROWS
@@ -129,19 +122,11 @@ class Sm90Fp8(Family):
             )
         }  # fmt: skip
 
-    def launches(
-        self,
-        problem: Problem,
-        device: DeviceSpec,
-        work: WorkList,
-        *,
-        deterministic: bool = False,
-    ) -> Kernels:
-        rows = problem.rows_per_scale
+    def launches(self, request: Request, work: WorkList) -> Kernels:
+        rows, spec = request.problem.rows_per_scale, self.specs(request)["forward"]
         assert rows is not None
-        spec = self.specs(problem, device, list_block_of(work))["forward"]
-        forward = forward_pass(problem, device, work, spec, (*FORWARD_INPUTS, *SCALE_ARRAYS))
+        forward = forward_pass(request, work, spec, (*FORWARD_INPUTS, *SCALE_ARRAYS))
         forward = forward.changed(lambda _, launch: launch.taking("scales"), rows.feature())
-        blocks = resident_blocks(spec, device)
-        order = forward_order(problem, device, work, (spec.block_q, spec.block_kv), blocks)
+        blocks = resident_blocks(spec, request.device)
+        order = forward_order(request.problem, request.device, work, (spec.block_q, spec.block_kv), blocks)
         return Kernels(forward=forward, backward=Pass({}), order=order)
