@@ -13,6 +13,11 @@ from .elsewhere import ELSEWHERE, OF_ONE_CALL
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _CONSTRUCTORS = ("__init__", "__new__")
+# torch.compile would run the NumPy code of calls as operations of PyTorch, which round differently
+UNTRACED = {
+    "_torchdynamo_disable": True,
+    "_torchdynamo_disable_msg": "compiled graphs contain only cuflash.torch.attention without out=: call this outside",
+}
 _AS_CLOSE = 0.75  # similarity (difflib's ratio) from which a misspelt name counts as a known name
 
 
@@ -85,6 +90,7 @@ def _explained(function: Any, advice: str = "") -> Any:
                     raise TypeError(message) from None
             raise
 
+    vars(call).update(UNTRACED)
     return call
 
 

@@ -306,6 +306,17 @@ def recorded_calls_use_their_own_mask(library: ModuleType) -> None:
         assert all((ours.numpy() == theirs).all() for ours, theirs in zip(gradients, vjp(DO), strict=True))
 
 
+def graphs_leave_calls_to_python(library: ModuleType) -> None:
+    """Check that one graph contains neither calls with outputs nor other calls of the library."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    o = torch.empty_like(q)
+    for call in (lambda: module.attention(q, k, v, out=o), lambda: library.attention(Q, K, V)):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="compiled graphs contain only"):
+            torch.compile(call, backend="eager", fullgraph=True)()
+
+
 def models_are_served(library: ModuleType) -> None:
     """Check that the attention function for transformers applies mask, window and bias."""
     torch, module, masks = pytest.importorskip("torch"), part(library, "torch"), library.masks
