@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, overload
 
@@ -138,6 +138,13 @@ def require_own_names(call: str, keywords: Iterable[str], own: Iterable[str]) ->
         unknown = [name for name in keywords if name in ELSEWHERE and name not in names]
         if unknown:
             raise TypeError(_answers(call, names, unknown))
+
+
+def require_keywords(call: str, keywords: Iterable[str], names: Collection[str]) -> None:
+    """Raise a TypeError for keywords of a call that are not among its names."""
+    unknown = [each for each in keywords if each not in names]
+    if unknown:
+        raise TypeError(_answers(call, list(names), unknown))
 
 
 def _answers(call: str, names: Sequence[str], unknown: Sequence[str]) -> str:
