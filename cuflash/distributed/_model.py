@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
+
+from ..arrays import describe, int_reasons, is_finite
+from ..errors import refuse
+from ..keywords import explains_keywords
 
 METHODS = ("gather", "heads")
 TILE = 128  # number of queries that a multiprocessor computes at a time
 
 
-class Machine(NamedTuple):
+@explains_keywords
+@dataclass(frozen=True)
+class Machine:
     """Rates of a device and its links, which `ContextParallel.explain` reads; the defaults are assumptions for an H200.
 
     Parameters
@@ -22,6 +29,11 @@ class Machine(NamedTuple):
     processors : int
         Number of multiprocessors. At the end of each group of heads, they are idle for a quarter of a tile's time.
 
+    Raises
+    ------
+    UnsupportedProblem
+        A rate is not positive and finite, or `launch` or `processors` is negative.
+
     Examples
     --------
     >>> Machine(link=50e9).link
@@ -33,6 +45,15 @@ class Machine(NamedTuple):
     link: float = 280e9
     launch: float = 15e-6
     processors: int = 132
+
+    def __post_init__(self) -> None:
+        reasons = int_reasons(0, processors=self.processors)
+        for name, value in asdict(self).items():
+            is_valid = is_finite(value) and (value > 0 or value == 0 and name == "launch")
+            if name != "processors" and not is_valid:
+                rule = "a finite number of at least 0" if name == "launch" else "positive and finite"
+                reasons.append(f"{name} must be {rule}; got {describe(value)}")
+        refuse(reasons)
 
 
 TYPICAL = Machine()  # its rates decide on the method and the groups of heads

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 from ..arrays import Array, as_dtype, describe, flag_reasons, is_array, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..executors import checks
-from ..keywords import explains_keywords, require_own_names
+from ..keywords import explains_keywords, require_keywords
 from ..planning.options import Options, VjpOptions
 from ..plans.conversion import as_arrays
 from ._agreement import fingerprint
@@ -106,9 +106,7 @@ class ContextParallel:
             "seqlen": seqlen, "num_heads": num_heads, "num_kv_heads": kv_heads,
             "seqlen_kv": seqlen_kv, "batch": batch, "layout": layout, "method": method, "block": block,
         }  # fmt: skip
-        require_own_names("ContextParallel", options, VjpOptions.__annotations__)
-        if unknown := [name for name in options if name not in VjpOptions.__annotations__]:
-            raise TypeError(f"ContextParallel() got an unexpected keyword argument {unknown[0]!r}")
+        require_keywords("ContextParallel", options, VjpOptions.__annotations__)
         reasons = argument_reasons(arguments, group.size) + [
             f"{name} must be left out: ranks see the positions of the whole sequence; got {describe(options[name])}"
             for name in ("q_start", "kv_start") if name in options
@@ -121,6 +119,7 @@ class ContextParallel:
         if not reasons:
             with collecting(reasons):
                 self._posed = Posed.of(arguments, Options(**options), group.size)
+                self._posed.require_options(group._lanes.namespace)
         texts = {name: fingerprint(value) for name, value in (arguments | options).items()}
         group._perform("ContextParallel", texts, reasons)
         self._group, self._known = group, dict[Hashable, Prepared]()

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, Namespace, ShapeDtype, accumulator_dtype, describe, is_int, namespace
+from ..arrays import DTYPES, Array, Namespace, ShapeDtype, accumulator_dtype, describe, is_int, namespace
 from ..blocks.work_list import requested_mask
-from ..calls._call import planned
+from ..calls._call import Call, planned
+from ..errors import UnsupportedProblem, refuse
 from ..executors import gpu
 from ..masks.base import Mask
 from ..masks.places import Places
@@ -108,6 +109,30 @@ class Posed:
         if method != "auto" or kv_heads % size:
             return heads if method == "heads" else gather
         return min(gather, heads, key=Posed.model_seconds)
+
+    def require_options(self, xp: Any) -> None:
+        """Refuse options that are invalid for every dtype of q, k and v, before there are arrays.
+
+        Raises
+        ------
+        TypeError, UnsupportedProblem
+            As those of `cuflash.attention`.
+        """
+        executors = ("auto", "cpu", "sim") if xp is np else ("auto", "gpu")
+        if self.options.executor in ("cpu", "gpu", "sim") and self.options.executor not in executors:
+            rule = "'auto', 'cpu' or 'sim' for ranks with NumPy" if xp is np else "'auto' or 'gpu' for ranks with CuPy"
+            refuse([f"executor must be {rule} arrays; got {self.options.executor!r}"])
+        refusals = list[UnsupportedProblem]()
+        whole, options = self.shape, on_device(self.options, xp)
+        for dtype in sorted(DTYPES, key=np.dtype(np.float32).__ne__):  # reports the reasons of float32
+            q = ShapeDtype((*whole.batch, whole.num_heads, whole.seqlen_q, TILE // 2), dtype)
+            k = ShapeDtype((*whole.batch, self.num_kv_heads, whole.seqlen_kv, TILE // 2), dtype)
+            try:
+                Call.of(q, k, k, options)
+                return
+            except UnsupportedProblem as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
 
     def _in_fast_groups(self) -> Posed:
         """Return this call with the groups of heads that the cost model expects to be fastest.
@@ -416,6 +441,8 @@ def on_device(options: Options, xp: Namespace) -> Options:
 def argument_reasons(arguments: Mapping[str, Any], size: int) -> list[str]:
     """Return why the arguments of a call on several ranks break their rules."""
     counts = {name: arguments[name] for name in ("seqlen", "num_heads", "num_kv_heads", "seqlen_kv")}
+    if counts["num_kv_heads"] is counts["num_heads"]:  # the default
+        del counts["num_kv_heads"]
     reasons = count_reasons(**{name: each for name, each in counts.items() if each is not None or name != "seqlen_kv"})
     reasons += block_reasons(arguments["block"])
     heads, kv_heads, method = (arguments[name] for name in ("num_heads", "num_kv_heads", "method"))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import describe
 from ..errors import refuse
-from ..keywords import explains_keywords, require_own_names
+from ..keywords import explains_keywords, require_keywords
 from ..masks.places import Places
 from ..masks.shape import MaskShape
 from ..planning.options import CallOptions, Options
@@ -74,7 +74,7 @@ def context_parallel(
     >>> o.shape
     (4, 256, 64)
     """
-    require_own_names("context_parallel", options, CallOptions.__annotations__)
+    require_keywords("context_parallel", options, CallOptions.__annotations__)
     reasons = [
         f"{name} must be left out: devices see the positions of the whole sequence; got {describe(options[name])}"
         for name in ("q_start", "kv_start") if name in options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, overload
 
@@ -13,6 +13,11 @@ from .elsewhere import ELSEWHERE, OF_ONE_CALL
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _CONSTRUCTORS = ("__init__", "__new__")
+# torch.compile would run the NumPy code of calls as operations of PyTorch, which round differently
+UNTRACED = {
+    "_torchdynamo_disable": True,
+    "_torchdynamo_disable_msg": "compiled graphs contain only cuflash.torch.attention without out=: call this outside",
+}
 _AS_CLOSE = 0.75  # similarity (difflib's ratio) from which a misspelt name counts as a known name
 
 
@@ -85,6 +90,7 @@ def _explained(function: Any, advice: str = "") -> Any:
                     raise TypeError(message) from None
             raise
 
+    vars(call).update(UNTRACED)
     return call
 
 
@@ -132,6 +138,13 @@ def require_own_names(call: str, keywords: Iterable[str], own: Iterable[str]) ->
         unknown = [name for name in keywords if name in ELSEWHERE and name not in names]
         if unknown:
             raise TypeError(_answers(call, names, unknown))
+
+
+def require_keywords(call: str, keywords: Iterable[str], names: Collection[str]) -> None:
+    """Raise a TypeError for keywords of a call that are not among its names."""
+    unknown = [each for each in keywords if each not in names]
+    if unknown:
+        raise TypeError(_answers(call, list(names), unknown))
 
 
 def _answers(call: str, names: Sequence[str], unknown: Sequence[str]) -> str:

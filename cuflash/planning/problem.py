@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..arrays import (
-    DTYPES, Array, ShapeDtype, accumulator_dtype, as_number, describe, is_array, is_flag, is_number, no_array,
+    DTYPES, Array, ShapeDtype, accumulator_dtype, as_number, describe, is_array, is_finite, is_flag, is_number,
+    no_array,
 )  # fmt: skip
 from ..dropout import Draws
 from ..errors import UnsupportedProblem, collecting, refuse
@@ -353,7 +354,7 @@ def _dtype_reasons(arguments: Mapping[str, Array]) -> list[str]:
     dtypes = {name: np.dtype(array.dtype) for name, array in arguments.items()}
     reasons = [
         f"{name}'s dtype must be one of {', '.join(known.name for known in DTYPES)}; "
-        f"got {dtype.str if not dtype.isnative else dtype}: write {name}.astype(np.{_nearest(dtype)})"
+        f"got {dtype.str if not dtype.isnative else dtype}: cast it to {_nearest(dtype)}"
         for name, dtype in dtypes.items()
         if dtype not in DTYPES
     ]
@@ -371,9 +372,8 @@ def _nearest(dtype: np.dtype[np.generic]) -> str:
 
 def _scale_reasons(scale: Any) -> list[str]:
     number = as_number(scale)
-    with suppress(OverflowError):
-        if scale is None or is_number(number) and math.isfinite(number):
-            return []
+    if scale is None or is_finite(number):
+        return []
     fix = ""
     if "Tracer" in type(scale).__name__:  # a traced value of JAX
         fix = ": name it in static_argnames, or multiply q by it"

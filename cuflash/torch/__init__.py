@@ -21,13 +21,14 @@ from ..dropout import Dropout
 from ..errors import refuse
 from ..keywords import explains_keywords
 from ..layouts import has_dual_level, is_tensor
+from ..masks import Causal
 from ..planning.dropout_launches import require_number
 from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
 from ._context_parallel import ContextParallel
 from ._functions import Attention, Recorded
-from ._operators import compiled
+from ._operators import compiled, leave_to_python, trace
 from ._passes import ran
 from ._tensors import NEW, Out, Tensor, in_autocast, own_integers
 from ._transformed import Transformed
@@ -285,3 +286,7 @@ def _of_transforms(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Out) 
     call, tensors = Transformed.of(q, k, v, options)
     o, lse = Attention.apply(call, (), *tensors)
     return o, lse
+
+
+trace(attention, transformers_attention, Causal.__init__, Dropout.__init__)
+leave_to_python(_called)

@@ -20,6 +20,7 @@ from torch._C import (
     _are_functorch_transforms_active as is_transforming, _AutoDispatchBelowAutograd as _below_autograd,
     _len_torch_dispatch_stack as num_modes,
 )  # fmt: skip
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -27,10 +28,12 @@ from torch.autograd.function import Function, _SingleLevelFunction
 
 from ..dropout import Dropout
 from ..errors import refuse
+from ..keywords.answers import UNTRACED
 from ..layouts import dense_strides, has_dual_level
 from ..masks.base import Mask
 from ..planning.dropout_launches import require_number
 from ..planning.options import Options
+from ..plans import Plan
 from ..scores import Score
 from ._tensors import Axes, Tensor, in_autocast
 from ._transformed import AnyCall, Transformed, names_of, results_of, run_pass
@@ -136,7 +139,7 @@ def _are_traced(tensors: Sequence[Tensor | None]) -> bool:
 def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Compute o and lse within `torch.compile`, which traces this function."""
     tensors: dict[str, Tensor] = dict(zip(("q", "k", "v"), in_autocast(q, k, v)))
-    mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:14]
+    mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:-2]  # neither has a value
     draws = (dropout.p, dropout.seed, dropout.offset) if isinstance(dropout, Dropout) else dropout
     if isinstance(mask, torch.Tensor):
         tensors["mask"], mask = mask, None
@@ -167,9 +170,27 @@ def _named(
     return name_of(Transformed(names, options), is_traced=True)
 
 
+_named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result, without its import
 _OPERATIONS = ("__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__sub__", "__rsub__", "__invert__")
-for _constant in (_named, *(getattr(Mask, name) for name in _OPERATIONS)):
-    _constant._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, but without its import
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def leave_to_python(*functions: Any) -> None:
+    """Make `torch.compile` break its graph at functions, and trace neither them nor what they call."""
+    for function in functions:
+        vars(function).update(UNTRACED)  # as torch.compiler.disable does, but without its import
+        set_code_exec_strategy(function.__code__, _SKIP)
+
+
+def trace(*functions: Any) -> None:
+    """Let `torch.compile` trace public calls; outside of a graph, it traces none."""
+    for function in functions:
+        function._torchdynamo_disable = False
+        set_code_exec_strategy(function.__code__, _SKIP)  # all public calls share the code of one wrapper
+
+
+leave_to_python(Score.__call__, Plan.forward, Plan.backward, Plan.jvp, Plan.backward_jvp)
+leave_to_python(*(getattr(Mask, name) for name in _OPERATIONS))
 
 
 def _executed(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:

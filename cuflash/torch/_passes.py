@@ -106,7 +106,7 @@ class OnGpu:
             "forward", layouts | self._lists, outs, wants_lse=wants_lse, pins=True, axes=axes,
             machine=torch_gpu.MACHINE, later=later,
         )  # fmt: skip
-        self._launch = self._forward._call if self._forward._is_plain and not outs else None
+        self._launch = None if outs else self._forward.plain_call
 
     def forward(
         self, outs: Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
@@ -248,7 +248,8 @@ def _first(
     wants_lse: bool, later: Sequence[str],
 ) -> OnGpu | _ByArrays:  # fmt: skip
     """Check the arguments of a call with a new layout or new options, and return the object that runs it."""
-    refuse(argument_reasons(tensors, outs) or executor_reasons(tensors["q"].device, options.executor))
+    bias = {} if options.bias is None else {"bias": options.bias}  # remains only if it or the score is invalid
+    refuse(argument_reasons(tensors | bias, outs) or executor_reasons(tensors["q"].device, options.executor))
     snapshot = looked_up.snapshot()
     is_on_gpu = tensors["q"].is_cuda
     if not is_on_gpu or checks.is_on():

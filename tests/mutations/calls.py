@@ -37,6 +37,16 @@ def refuses(call, *words):
     return probe
 
 
+def rank_of(**options):
+    """Return a call that creates a `ContextParallel` with options, on one rank."""
+
+    def call(library):
+        module = part(library, "distributed")
+        module.run(lambda group: module.ContextParallel(group, seqlen=8, num_heads=2, **options), size=1)
+
+    return call
+
+
 def takes(call):
     """Return a probe: the library's call raises nothing and returns a true value."""
 
@@ -136,6 +146,39 @@ FAULTS = {
     },
     takes(lambda library: (attends(deterministic=np.True_)(library) == attends()(library)).all()): {
         "flags of NumPy are none": Edit("arrays.py", "is_flag", "(value, (bool, np.bool))", "(value, bool)"),
+    },
+    refuses(
+        lambda library: library.KVCache.over(
+            np.lib.stride_tricks.as_strided(np.zeros(5000), (2, 1, 16, 4), (256, 512, 32, 8)), np.ones((2, 1, 16, 4)),
+            np.array([[0], [1]]), [0, 0]
+        ), "k_pages must not overlap itself in memory"
+    ): {
+        "rows may overlap in memory": Edit("layouts.py", "overlaps_itself", "step < stop", "step == 0"),
+    },
+    refuses(attends(q_start=False), "q_start must be an int from 0 to 1073741824; got False"): {
+        "a start may be what compares equal to 0": Edit(
+            "calls/_call.py", "_posed", "all(is_int(start) and start == 0", "all(start == 0"
+        ),
+    },
+    takes(lambda library: library.BlockIndex.from_mask(library.masks.Causal(), 8, 8, 4, num_heads=0).num_entries): {
+        "an index of no heads hides all keys of others": Edit(
+            "blocks/classify.py", "classify", "extents(mask, shape) if all(shape[2:])", "(0, 0) if 1"
+        ),
+    },
+    refuses(rank_of(softcap=-1), "softcap must be a positive finite number; got -1"): {
+        "ranks accept options before there are arrays": Edit(
+            "distributed/_parallel.py", "ContextParallel.__init__",
+            "self._posed.require_options(group._lanes.namespace)", "pass"
+        ),
+    },
+    refuses(rank_of(executor="gpu"), "executor must be 'auto', 'cpu' or 'sim' for ranks with NumPy arrays"): {
+        "ranks with arrays of NumPy accept kernels": Edit(
+            "distributed/_posed.py", "Posed.require_options", '("auto", "cpu", "sim") if xp is np',
+            '("auto", "gpu") if 0'
+        ),
+    },
+    refuses(lambda library: part(library, "distributed").Machine(link=0), "link must be positive and finite; got 0"): {
+        "a link without bytes": Edit("distributed/_model.py", "Machine.__post_init__", 'and name == "launch")', ")"),
     },
     refuses(lambda library: library.ShapeDtype((2, 3), None), "dtype must be a NumPy dtype or its name; got None"): {
         "None is a dtype": Edit("arrays.py", "as_dtype", "if dtype is not None:", "if True:"),

@@ -66,6 +66,19 @@ FAULTS = {
             "torch/_transformed.py", "Transformed._keep", "not self.is_traced or isinstance(call, OnGpu)", "True"
         ),
     },
+    interop_guards.graphs_keep_positions: {
+        "a graph contains calls at the start of a sequence": Edit(
+            "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"
+        ),
+    },
+    interop_guards.graphs_leave_calls_to_python: {
+        "a graph contains the NumPy code of calls with outputs": Edit(
+            "torch/__init__.py", None, "leave_to_python(_called)", "pass"
+        ),
+        "a graph contains the NumPy code of public calls": Edit(
+            "keywords/answers.py", "_explained", "vars(call).update(UNTRACED)", "pass"
+        ),
+    },
     interop_guards.scores_of_jax_are_right: {
         "all operands have a gradient": Edit(
             "jax/_derivatives.py", "_wrt", "return tuple(name for name in names if",
@@ -96,6 +109,7 @@ FAULTS = {
         ),
     },
     interop_guards.tensors_without_elements_are_named: {
+        "a bias of integers is an array of NumPy": Edit("torch/_passes.py", "_first", "tensors | bias", "tensors"),
         "a meta tensor holds data": Edit(
             "layouts.py", "tensor_reasons", 'if value.device.type == "meta":', "if False:"
         ),

@@ -164,6 +164,8 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
         for call in (library.attention, module.attention):
             with pytest.raises(part(library, "errors").UnsupportedProblem, match=f"^q must .*; got .*{words}.*: "):
                 call(tensor, k, v)
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="bias must .*got torch.int64: .*float"):
+        module.attention(q, k, v, bias=torch.arange(6))
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must hold data; got a tracer.* batch"):
         torch.vmap(lambda x: library.attention(x, k, v))(q[None])
 
@@ -304,6 +306,26 @@ def recorded_calls_use_their_own_mask(library: ModuleType) -> None:
         gradients = module.run_pass(call, "backward", (), arrays)
         _, vjp = library.attention_vjp(Q, K, V, mask=mask)
         assert all((ours.numpy() == theirs).all() for ours, theirs in zip(gradients, vjp(DO), strict=True))
+
+
+def graphs_leave_calls_to_python(library: ModuleType) -> None:
+    """Check that one graph contains neither calls with outputs nor other calls of the library."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    o = torch.empty_like(q)
+    for call in (lambda: module.attention(q, k, v, out=o), lambda: library.attention(Q, K, V)):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="compiled graphs contain only"):
+            torch.compile(call, backend="eager", fullgraph=True)()
+
+
+def graphs_keep_positions(library: ModuleType) -> None:
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    torch._dynamo.reset()
+    options = {"causal": "top_left", "q_start": 3, "kv_start": 1}
+    o = torch.compile(lambda: module.attention(q, k, v, **options), backend="eager", fullgraph=True)()
+    assert (o.numpy() == library.attention(Q, K, V, **options)).all()
 
 
 def models_are_served(library: ModuleType) -> None:

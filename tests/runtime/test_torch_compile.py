@@ -12,6 +12,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash import BlockIndex, masks, scores  # noqa: E402
+from cuflash.planning.options import CallOptions  # noqa: E402
 from executors import needs_compiler  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # compilers emit their own
@@ -49,6 +50,23 @@ CALLS = {
     "torch.func.grad": lambda q, k, v: torch.func.grad(lambda q: attention(q, k, v).square().sum())(q),
     "torch.vmap": lambda q, k, v: torch.vmap(lambda q: attention(q, k[0], v[0], causal=True))(q),
 }  # fmt: skip
+
+
+OPTIONS = {
+    "mask": ALLOWED, "causal": True, "window": (3, 0), "scale": 0.3, "score": SCORE, "softcap": 5.0, "bias": BIAS,
+    "sink": SINK, "dropout": cuflash.Dropout(0.3, seed=4), "executor": "cpu", "deterministic": True,
+    "q_start": 3, "kv_start": 2, "kernel": "auto", "precision": "ieee",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_is_lost_in_a_graph(name):
+    torch._dynamo.reset()
+    options = {"causal": "top_left"} if name.endswith("start") else {}
+    options[name] = OPTIONS[name]
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, **options), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(Q, K, V), attention(Q, K, V, **options))
+    assert OPTIONS.keys() == CallOptions.__annotations__.keys()
 
 
 def results(function):
@@ -122,7 +140,7 @@ def test_operators_keep_the_rules_of_operators():
     torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, name))
 
 
-WORDS = "auto", "auto", "ieee", False
+WORDS = "auto", "auto", "ieee", False, 0, 0
 
 
 def test_selective_checkpointing_keeps_results_of_attention(monkeypatch):
@@ -157,3 +175,55 @@ def test_linearize_and_fake_tensors_see_operators():
     with torch._subclasses.FakeTensorMode() as mode:
         o, lse = attention(*map(mode.from_tensor, (Q, K, V)), return_lse=True)
     assert o.shape == Q.shape and lse.shape == Q.shape[:-1]
+
+
+def with_out(q, k, v):
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    attention(2 * q, k, v, causal=True, bias=BIAS, out=(o, lse), return_lse=True)
+    return o - lse[..., None]
+
+
+def with_a_cache(q, k, v):
+    cache = cuflash.KVCache(batch=2, num_kv_heads=2, capacity=64, head_dim=16, dtype="float32")
+    cache.append(k, v)
+    return torch.from_dlpack(cache.attention(q[:, :, -3:], causal=True))
+
+
+def of_numpy(q, k, v):
+    o, vjp = cuflash.attention_vjp(*(each.numpy() for each in (q, k, v)), causal=True)
+    return torch.from_numpy(o + vjp(o).dq)
+
+
+def by_a_plan(q, k, v):
+    plan = cuflash.plan(*(each.numpy() for each in (q, k, v)), causal=True)
+    return torch.from_numpy(plan.forward(q.numpy(), k.numpy(), v.numpy())[0])
+
+
+UNTRACED = {
+    "outputs": with_out,
+    "a cache": with_a_cache,
+    "arrays of NumPy": of_numpy,
+    "a plan": by_a_plan,
+    "tensors in NumPy's call": lambda q, k, v: torch.from_dlpack(cuflash.attention(q, k, v, causal=True)),
+    "a new window": lambda q, k, v: attention(q, k, v, mask=masks.SlidingWindow(8, 0)),
+    "a new intersection": lambda q, k, v: attention(q, k, v, mask=masks.Causal() & LENGTHS),
+    "new lengths": lambda q, k, v: attention(q, k, v, mask=masks.Lengths(kv=torch.tensor([32, 20]))),
+    "a new index": lambda q, k, v: attention(q, k, v, mask=BlockIndex.from_mask(masks.Causal(), 32, 32, 16)),
+    "a new score": lambda q, k, v: attention(q, k, v, score=scores.Score(lambda s, b, h, i, j, t: s * t[h], t=SINK)),
+    "a new score of the library": lambda q, k, v: attention(q, k, v, score=scores.alibi(SINK)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("name", UNTRACED)
+def test_calls_that_no_graph_contains_have_the_same_bits(name, backend):
+    """Compiled functions break their graphs at these calls, whose NumPy code a compiler would change."""
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(UNTRACED[name], backend=backend)(Q, K, V), UNTRACED[name](Q, K, V))
+
+
+@pytest.mark.parametrize("name", UNTRACED)
+def test_one_graph_refuses_calls_that_no_graph_contains(name):
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(UNTRACED[name], backend="eager", fullgraph=True)(Q, K, V)

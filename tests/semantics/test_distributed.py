@@ -470,8 +470,8 @@ def test_the_model_hides_the_exchange_behind_products(method):
     for name in ("forward", "backward"):
         shape = posed.model_shape(128, 2)
         alone = model.estimate(shape, method, machine, backward=name == "backward")
-        assert posed.seconds(name, 128, half, machine._replace(link=1e30)) == pytest.approx(alone.compute)
-        slow = machine._replace(link=1e9)
+        assert posed.seconds(name, 128, half, replace(machine, link=1e30)) == pytest.approx(alone.compute)
+        slow = replace(machine, link=1e9)
         received = posed.traffic((128, 128), half)[name].sum(axis=1).max() / slow.link
         assert received <= posed.seconds(name, 128, half, slow) <= 1.6 * received + alone.compute
         seconds = posed.seconds(name, 128, half, machine)
@@ -712,7 +712,50 @@ WRONG = {
     "q_start must be left out: ranks see the positions of the whole sequence; got 3": {"q_start": 3},
     "sink must be an array of shape (num_heads,); got 'a'": {"sink": "a"},
     "layout must have ranks from 0 to 2; got 0 to 3": {"layout": [0, 1, 2, 3, 0, 1, 2, 0]},
+    "num_heads must be an int from 0 to 2**63 - 1; got True": {"num_heads": True},
+    "softcap must be a positive finite number; got -1": {"softcap": -1},
+    "scale must be a finite number or None; got True": {"scale": True},
+    "deterministic must be True or False; got 1": {"deterministic": 1},
+    "dropout must be a Dropout; got 0.3: write dropout=cuflash.Dropout(0.3, seed=0)": {"dropout": 0.3},
+    "kernel must be 'auto', 'simt', 'sm80', 'sm90', 'naive', 'fa1'; got 'sm9'": {"kernel": "sm9", "executor": "sim"},
+    "executor must be 'auto', 'cpu' or 'sim' for ranks with NumPy arrays; got 'gpu'": {"executor": "gpu"},
+    "precision='tf32' needs a GPU's tensor cores; executor='cpu' has precision='ieee'": {"precision": "tf32"},
+    "sink must have shape (num_heads,) = (4,); got (3,)": {"sink": np.ones(3)},
+    "wrt must name array arguments of the call other than q, k and v, and there is none; got 'bias': pass this array "
+    "as an argument too": {"wrt": "bias"},
 }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 1e-300}, {"sink": np.ones(4, np.float16)}, {"executor": "sim", "precision": "tf32"},
+     {"executor": "sim", "kernel": "sm90"}],
+    ids=str,
+)  # fmt: skip
+def test_options_that_some_dtype_allows_are_accepted_before_there_are_arrays(options):
+    assert run(lambda group: ContextParallel(group, seqlen=8, num_heads=4, **options).rows.shape, size=1) == [(8,)]
+
+
+@pytest.mark.parametrize("keyword, answer", [("out", "it takes mask, causal"), ("softmax_scale", "use scale=")])
+def test_unknown_keywords_are_answered(keyword, answer):
+    with pytest.raises(TypeError, match=rf"ContextParallel\(\) has no {keyword}: {answer}"):
+        run(lambda group: ContextParallel(group, seqlen=8, num_heads=1, **{keyword: None}), size=1)
+
+
+WRONG_RATES = {
+    "link must be positive and finite; got 0": {"link": 0},
+    "forward_rate must be positive and finite; got nan": {"forward_rate": float("nan")},
+    "backward_rate must be positive and finite; got True": {"backward_rate": True},
+    "launch must be a finite number of at least 0; got 'a'": {"launch": "a"},
+    "processors must be an int of at least 0; got 1.5": {"processors": 1.5},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG_RATES)
+def test_wrong_rates_of_machines_are_refused(sentence):
+    with pytest.raises(UnsupportedProblem) as caught:
+        Machine(**WRONG_RATES[sentence])
+    assert caught.value.reasons == (sentence,)
 
 
 def test_a_sink_may_be_a_list():
