@@ -134,6 +134,7 @@ class Gpu:
     executor = "gpu"
     address: Callable[[Array], int] = attrgetter("data.ptr")
     mask_address: Callable[[Array], int] = attrgetter("data.ptr")
+    waits_for_copies = False  # the host waits for the copy of a work list, so that no call queries its event
 
     @property
     def device(self) -> int:
@@ -240,8 +241,10 @@ class Gpu:
         with sending:
             if number not in by_device:
                 self._release_retired()
-                arrays = {name: self.sent(array) for name, array in work.lists.items()}
-                by_device[number] = self.guarded(work, arrays)
+                device_lists = self.guarded(work, {name: self.sent(array) for name, array in work.lists.items()})
+                if self.waits_for_copies:
+                    device_lists.wait_until_copied()
+                by_device[number] = device_lists
             return by_device[number]
 
     def guarded(self, owner: object, arrays: dict[str, Array]) -> DeviceLists:

@@ -12,7 +12,6 @@ from numpy.typing import DTypeLike
 import torch
 
 from ..arrays import DTYPES, Array, Namespace
-from ..blocks.work_list import WorkList
 from ..layouts import dense_strides, dtype_of
 from ..planning.plan import KernelPlan
 from . import gpu
@@ -89,6 +88,7 @@ class TorchGpu(gpu.Gpu):
     """The current CUDA device, which runs kernels on PyTorch's tensors and current stream."""
 
     address = methodcaller("data_ptr")
+    waits_for_copies = True  # a PyTorch capture must not query an event
 
     @staticmethod
     def mask_address(array: Array) -> int:
@@ -152,13 +152,6 @@ class TorchGpu(gpu.Gpu):
             except cupy.cuda.memory.OutOfMemoryError:
                 torch.cuda.empty_cache()  # PyTorch's cache of free memory may be all that is left
                 return make()
-
-    def device_lists(self, work: WorkList) -> gpu.DeviceLists | None:
-        """Return lists on the device after waiting for their copy, since a PyTorch capture must not query an event."""
-        device_lists = super().device_lists(work)
-        if device_lists is not None:
-            device_lists.wait_until_copied()
-        return device_lists
 
     def layout(self, array: Array) -> Array:
         return Layout.of(array)

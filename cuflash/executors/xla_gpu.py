@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array
-from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..layouts import dense_strides
 from ..planning.launches import Workspace
@@ -90,15 +89,10 @@ def _set_zero(start: int, nbytes: int, stream: int) -> None:
 class XlaGpu(gpu.Gpu):
     """The current CUDA device, which runs kernels on buffers and streams of XLA."""
 
+    waits_for_copies = True
+
     def workspaces(self, needs: Mapping[str, Workspace]) -> Any:
         return _Workspaces(needs)
-
-    def device_lists(self, work: WorkList) -> gpu.DeviceLists | None:
-        """Return lists on the device after waiting, once, for their copy."""
-        device_lists = super().device_lists(work)
-        if device_lists is not None:
-            device_lists.wait_until_copied()
-        return device_lists
 
 
 MACHINE = XlaGpu()
