@@ -92,7 +92,7 @@ class CacheState:
         return news
 
     def queried(self, counts: Counts | None, num_rows: int) -> Counts:
-        """Return the number of queries of each sequence, after checking that it has at least as many tokens.
+        """Return the number of queries of each sequence, after checking that it does not have more than tokens.
 
         If the device counts tokens, the check runs only with CUFLASH_CHECK, since it waits for the device.
         """

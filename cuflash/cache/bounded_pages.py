@@ -5,7 +5,21 @@ from __future__ import annotations
 from ..arrays import Array
 from ..planning.decoding import CacheLayout
 from ._state import CacheState
+from .arguments import require_appended
 from .kv_cache import KVCache
+
+
+def require_tokens(cache: KVCache, num_queries: int) -> None:
+    """Refuse more queries than a sequence has tokens, if the host counts these; an empty sequence may be idle.
+
+    Raises
+    ------
+    UnsupportedProblem
+        A sequence has fewer tokens than queries, and is not empty.
+    """
+    if not cache._state.is_counted_on_device:
+        lengths = cache._state.lengths
+        require_appended([num_queries if length else 0 for length in lengths], lengths, has_counts=False)
 
 
 class BoundedPages:

@@ -74,7 +74,7 @@ def chosen_pages(q: Array, pages: BoundedPages, options: PageOptions, reasons: l
     if not reasons and (chosen := chosen_again(q, pages, options)) is not None:
         return chosen
     bounds, layout, (table, lengths) = pages.key_bounds, pages.layout, pages.table_and_lengths()
-    # Keys without content, as many as a sequence may have: the grid has the blocks of the longest sequence.
+    # Keys without content, for the whole capacity: the grid has the blocks of the longest possible sequence.
     kv_heads, dim = bounds.shape[1], bounds.shape[3]
     xp = namespace(bounds)
     keys = xp.broadcast_to(xp.zeros((1,), bounds.dtype), (q.shape[0], kv_heads, layout.capacity, dim))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import DTYPES, Array, accumulator_dtype, namespace, require_arrays, whole_number
 from ..cache import KVCache
-from ..cache.bounded_pages import BoundedPages
+from ..cache.bounded_pages import BoundedPages, require_tokens
 from ..errors import UnsupportedProblem, collecting
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
@@ -213,6 +213,7 @@ def _of_cache(
     if pages is not None and block is page_size is None:
         chosen = chosen_again(q, pages, of_pages)
         if chosen is not None:
+            require_tokens(cache, q.shape[2])
             return chosen
     batch = len(cache.lengths)
     of_list = {"q": cache.k.dtype if cache.k.dtype in DTYPES else np.float32}
@@ -220,6 +221,7 @@ def _of_cache(
     require_arrays({"q": q})
     if q.ndim != 4 or q.shape[0] != batch:
         raise UnsupportedProblem(f"q must have shape ({batch}, num_heads, n, head_dim); got shape {tuple(q.shape)}")
+    require_tokens(cache, q.shape[2])
     if block is None and page_size is None:
         page_size = cache.page_size
     if pages is not None:

@@ -15,7 +15,7 @@ from library_parts import part
 from mutations.planting import Edit
 from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_results, check_scores
 from test_page_bounds import check_bounds, check_kernel
-from test_page_choice import CASES, check_cache, check_kernels
+from test_page_choice import CASES, check_cache, check_kernels, check_tokens
 
 # Exceptions with which a guard reports a fault.
 SIGNS = (
@@ -102,7 +102,25 @@ BOUND, CHOICE, RECORD, SEARCH = (
     "lists/page_scores.cu", "lists/page_choice.cu", "lists/page_choice.cuh", "lists/searched_row.cuh"
 )  # fmt: skip
 FORMULA, DOOR, PLAN = "selectors/cache_pages.py", "selectors/pages.py", "planning/page_choice.py"
+
+
+def short_sequences_are_refused(library: ModuleType) -> None:
+    for keeps in (True, False):
+        check_tokens(keeps, {}, library)
+
+
 FAULTS = {
+    short_sequences_are_refused: {
+        "a sequence has fewer tokens than queries": Edit(
+            "selectors/pages.py", "_of_cache", "    require_tokens(cache, q.shape[2])\n    if block", "    if block"
+        ),
+        "a sequence has one query": Edit(
+            "cache/bounded_pages.py", "require_tokens", "num_queries if length else 0", "min(length, 1)"
+        ),
+        "empty sequences are refused": Edit(
+            "cache/bounded_pages.py", "require_tokens", "num_queries if length else 0", "num_queries"
+        ),
+    },
     bounds_are_right: {
         "a logical page is a physical one": Edit(
             BOUND, "lists_page_scores", "params.table[static_cast<int64_t>(sequence) * params.max_pages + place]",

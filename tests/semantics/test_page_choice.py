@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cupy_machine
@@ -86,7 +86,12 @@ def expected(case: Case, q: Any, k: Any, length: int) -> Any:
 
 
 def check_cache(case: Case, xp: Any = np, is_counted: bool = False, library: Any = cuflash) -> None:
-    """Check the lists of a cache whose rows hold NaN, so that its bounds alone are read."""
+    """Check the lists of a cache whose rows hold NaN, so that its bounds alone are read.
+
+    A cache that the host counts refuses more queries than tokens, so that shorter sequences are empty.
+    """
+    if not is_counted:
+        case = replace(case, lengths=tuple(length * (length >= case.queries) for length in case.lengths))
     q, k = case.arrays()
     cache = library.KVCache(
         batch=len(case.lengths), num_kv_heads=2, head_dim=case.dim, capacity=case.capacity, dtype=case.dtype,
@@ -267,6 +272,30 @@ def check_refusals(library: Any) -> None:
 
 def test_arguments_are_refused_in_words() -> None:
     check_refusals(cuflash)
+
+
+def check_tokens(keeps: bool, options: dict[str, Any], library: Any = cuflash) -> None:
+    """Check that a choice is refused with the sentence of `attention`, and that an empty sequence has no pages."""
+    sizes = {"batch": 2, "num_kv_heads": 1, "head_dim": 4, "capacity": 64, "page_size": PAGE, "num_pages": 8}
+    cache = library.KVCache(**sizes, dtype=np.float32, keeps_page_bounds=keeps)
+    k, q = np.ones((2, 1, 20, 4), np.float32), np.ones((2, 2, 3, 4), np.float32)
+    cache.append(k, k, counts=[20, 2])
+    quest, few = library.selectors.quest, library.selectors.Budget(top_k=1)
+    sentences = []
+    for call in (lambda: quest(q, cache, budget=few, **options), lambda: cache.attention(q)):
+        with pytest.raises(library.UnsupportedProblem) as refused:
+            call()
+        sentences.append(str(refused.value))
+    assert sentences[0] == sentences[1] and "q has 3 rows and sequence 1 has 2 tokens" in sentences[0]
+    cache.reset([1])
+    chosen = quest(q, cache, budget=few, **options)
+    assert (chosen.blocks[1] == -1).all() and (chosen.blocks[0] >= 0).all()
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["bounds of pages", "rows"])
+@pytest.mark.parametrize("options", [{}, {"block": 8}, {"window": (20, None)}], ids=str)
+def test_a_choice_needs_a_token_for_each_query_as_attention_does(keeps: bool, options: dict[str, Any]) -> None:
+    check_tokens(keeps, options)
 
 
 def test_masks_and_other_blocks_read_the_rows() -> None:
