@@ -64,9 +64,17 @@ def layout_reasons(name: str, array: Array) -> list[str]:
     return reasons
 
 
-def is_broadcast(array: Array) -> bool:
-    """True if an array has a stride of 0, so that several elements share the same memory."""
-    return bool(array.size) and any(step == 0 and extent > 1 for step, extent in zip(array.strides, array.shape))
+def overlaps_itself(array: Array) -> bool:
+    """True if elements of an array share memory, as in a broadcast view.
+
+    Strides that no slices and transpositions of a dense array have may count as shared memory, too.
+    """
+    stop = array.dtype.itemsize if array.size else 0
+    for step, extent in sorted((abs(step), extent) for step, extent in zip(array.strides, array.shape) if extent > 1):
+        if step < stop:
+            return True
+        stop += step * (extent - 1)
+    return False
 
 
 def reach(array: Array) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from numpy.typing import DTypeLike
 
 from ..arrays import Array, Namespace, describe, is_array, is_integer_dtype, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
-from ..layouts import is_broadcast
+from ..layouts import overlaps_itself
 from ..plans.conversion import as_arrays
 from ._state import CacheState
 from .arguments import (
@@ -162,9 +162,10 @@ def _checked_pages(
     with collecting(reasons):
         dtype_of(k.dtype, has_scales=False)
     reasons += [
-        f"{name} must not be a broadcast view, since rows are written to it; got strides {each.strides}: pass a copy"
+        f"{name} must not overlap itself in memory, since rows are written to it; got strides {each.strides}: pass a "
+        "copy"
         for name, each in (("k_pages", k), ("v_pages", v))
-        if is_broadcast(each)
+        if overlaps_itself(each)
     ]
     reasons += overlap_reasons("v_pages", v, {"k_pages": k})  # keys and values are written separately
     page_size, num_pages = int(k.shape[2]), int(k.shape[0])

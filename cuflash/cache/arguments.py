@@ -13,7 +13,7 @@ from ..arrays import (
     namespace, require_arrays, to_host,
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting
-from ..layouts import COPIES, device_number, is_broadcast, kind_of, overlap
+from ..layouts import COPIES, device_number, kind_of, overlap, overlaps_itself
 from ..planning.decoding import PART_STEP
 from ..planning.families.sm80_storage import MOST_PARTS
 from ..planning.operands import operands_of
@@ -182,8 +182,9 @@ def out_reasons(out: Array | None, shape: tuple[int, ...], like: Array, inputs: 
         reasons.append(f"out must have shape {shape} and dtype {like.dtype}; got {tuple(out.shape)} and {out.dtype}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         reasons.append("out must be writeable; got a read-only array")
-    if is_broadcast(out):
-        reasons.append(f"out must not be a broadcast view; got strides {out.strides}: pass a separate array")
+    if overlaps_itself(out):
+        came = f"got strides {out.strides}: pass a separate array"
+        reasons.append(f"out must not overlap itself in memory, as broadcast views do; {came}")
     return reasons + overlap_reasons("out", out, inputs)
 
 

@@ -148,12 +148,12 @@ class KVCache:
         Parameters
         ----------
         k_pages : array [num_pages, num_kv_heads, page_size, head_dim]
-            Pages of keys, with any strides.
+            Pages of keys, with any strides, but not overlapping each other.
         v_pages : array [num_pages, num_kv_heads, page_size, value_dim]
             Pages of values, with any strides. They must not overlap the pages of keys, since both are written.
         block_table : int array [batch, max_pages]
             Pages of each sequence in the order of its positions, up to the first negative number. The sequence may
-            write to all of its pages, but no sequence writes to a page that several share.
+            write to all of its pages, except to those that the table names twice.
         lengths : list or int array [batch]
             Number of positions of each sequence. The table and the lengths are read once; if they are on a device, the
             call waits for them. Later values are in `cache.block_table` and `cache.lengths`.

@@ -10,7 +10,7 @@ from ..arrays import Array, describe, is_array, is_list, namespace, no_array
 from ..compiler import nvrtc
 from ..errors import refuse
 from ..executors import gpu
-from ..layouts import COPIES, device_number, is_broadcast, kind_of, layout_reasons, overlap
+from ..layouts import COPIES, device_number, kind_of, layout_reasons, overlap, overlaps_itself
 from ..planning.device import other_device_reasons
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT, Directions
@@ -147,9 +147,10 @@ def _output_reasons(
         reasons.append(
             f"{name} must be writeable; got a read-only array: pass another array, or release the vjp that reads it"
         )
-    if is_broadcast(array):
+    if overlaps_itself(array):
         reasons.append(
-            f"{name} must not be a broadcast view; got strides {array.strides}: pass a separate array"
+            f"{name} must not overlap itself in memory, as broadcast views do; got strides {array.strides}: pass a "
+            "separate array"
         )
     for other, value in inputs.items():
         if namespace(value) is namespace(array) and overlap(array, value):

@@ -147,6 +147,14 @@ FAULTS = {
     takes(lambda library: (attends(deterministic=np.True_)(library) == attends()(library)).all()): {
         "flags of NumPy are none": Edit("arrays.py", "is_flag", "(value, (bool, np.bool))", "(value, bool)"),
     },
+    refuses(
+        lambda library: library.KVCache.over(
+            np.lib.stride_tricks.as_strided(np.zeros(5000), (2, 1, 16, 4), (256, 512, 32, 8)), np.ones((2, 1, 16, 4)),
+            np.array([[0], [1]]), [0, 0]
+        ), "k_pages must not overlap itself in memory"
+    ): {
+        "rows may overlap in memory": Edit("layouts.py", "overlaps_itself", "step < stop", "step == 0"),
+    },
     refuses(rank_of(softcap=-1), "softcap must be a positive finite number; got -1"): {
         "ranks accept options before there are arrays": Edit(
             "distributed/_parallel.py", "ContextParallel.__init__",

@@ -277,7 +277,7 @@ def test_what_is_no_tensor_is_a_type_error(name):
         ({"return_lse": 1}, "return_lse must be True or False; got 1"),
         ({"scale": float("nan")}, "scale must be a finite number or None; got nan"),
         ({"out": Q}, "out must not overlap q in memory: pass a separate array"),
-        ({"out": Q[:, :1].expand(Q.shape)}, "out must not be a broadcast view"),
+        ({"out": Q[:, :1].expand(Q.shape)}, "out must not overlap itself in memory"),
         ({"out": Q.double()}, "out must have shape (2, 4, 20, 16) and dtype float32; got"),
         ({"causal": "yes"}, "causal must be True, False, 'bottom_right' or 'top_left'; got 'yes'"),
     ],

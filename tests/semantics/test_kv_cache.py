@@ -339,6 +339,52 @@ def a_cache(num_rows: int = 2, **fields: Any) -> KVCache:
     return cache
 
 
+def windows_of(*shape):
+    """Return an array whose rows overlap in memory."""
+    return np.lib.stride_tricks.as_strided(np.zeros(10_000, np.float32), shape, (64, 32, 4, 4))
+
+
+@settings(max_examples=50, deadline=None)
+@drawn_by(st.integers(0, 2**32 - 1))
+def test_no_row_is_lost_if_a_table_names_pages_twice(seed):
+    """Sequences read pages that others, or they themselves, have listed; a change that would write there fails."""
+    rng = np.random.default_rng(seed)
+    table = np.where(rng.random((3, 3)) < 0.15, -1, rng.integers(0, 7, (3, 3)))
+    held = [16 * int(np.argmax([*(row < 0), True])) for row in table]
+    pages, lengths = rng.standard_normal((2, 7, HEADS, 16, 4)), [int(rng.integers(0, most + 1)) for most in held]
+    cache = KVCache.over(*pages.copy(), table, lengths)
+    rows = [[np.array(each) for each in cache.rows(sequence)] for sequence in range(3)]
+    for sequence, length in enumerate(lengths):
+        parts = [np.empty((HEADS, 0, 4)), *(pages[0, page] for page in table[sequence, : -(-length // 16)])]
+        np.testing.assert_array_equal(rows[sequence][0], np.concatenate(parts, axis=1)[:, :length])
+    for change in rng.choice(["append", "truncate", "fork", "reset"], 8, p=[0.55, 0.25, 0.1, 0.1]):
+        new, which = rng.standard_normal((2, 3, HEADS, 20, 4)), int(rng.integers(3))
+        try:
+            if change == "append":
+                counts = (rng.integers(0, 21, 3) * (rng.random(3) < 0.5)).tolist()
+                cache.append(*new, counts=counts)
+                rows = [
+                    [np.concatenate([old, more[b, :, : counts[b]]], axis=1) for old, more in zip(rows[b], new)]
+                    for b in range(3)
+                ]
+            elif change == "truncate":
+                lengths = [int(rng.integers(each[0].shape[1] + 1)) for each in rows]
+                cache.truncate(lengths)
+                rows = [[x[:, :length] for x in each] for each, length in zip(rows, lengths)]
+            elif change == "fork":
+                cache.fork(which, (which + 1) % 3)
+                rows[(which + 1) % 3] = rows[which]
+            else:
+                cache.reset([which])
+                rows[which] = [x[:, :0] for x in rows[which]]
+        except UnsupportedProblem:
+            pass
+        cache.check()
+        for sequence, each in enumerate(rows):
+            for ours, wanted in zip(cache.rows(sequence), each):
+                np.testing.assert_array_equal(ours, wanted)
+
+
 def over_read_only_pages() -> KVCache:
     pages = normal(2, 3, 2, 16, 8)
     pages.flags.writeable = False
@@ -417,7 +463,14 @@ WRONG = {
     ),
     "broadcast pages": (
         lambda: KVCache.over(np.broadcast_to(np.float32(0), (3, 2, 16, 8)), normal(3, 2, 16, 8), TABLE, [0, 0]),
-        "k_pages must not be a broadcast view, since rows are written to it; got strides (0, 0, 0, 0): pass a copy",
+        "k_pages must not overlap itself in memory, since rows are written to it; got strides (0, 0, 0, 0): pass a",
+    ),
+    "pages that share rows": (
+        lambda: KVCache.over(windows_of(3, 2, 16, 8), normal(3, 2, 16, 8), TABLE, [0, 0]),
+        "k_pages must not overlap itself in memory, since rows are written to it; got strides (64, 32, 4, 4)",
+    ),
+    "out that shares rows": (
+        lambda: a_cache().attention(K, out=windows_of(*K.shape)), "out must not overlap itself in memory"
     ),
     "pages of three axes": (
         lambda: KVCache.over(K[0], K[0], TABLE, [0, 0]), "k_pages must have shape (num_pages, num_kv_heads, page_size"
