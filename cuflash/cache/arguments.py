@@ -151,7 +151,7 @@ def row_reasons(
         fits = len(shape) == len(expected) and all(isinstance(want, str) or have == want for have, want in pairs)
         if not fits or array.dtype not in dtypes:
             written, known = ", ".join(map(str, expected)), " or ".join(map(str, dtypes))
-            fix = f": cast it with {name}.astype({dtypes[0].name!r})" if fits else ""
+            fix = f": cast it to {dtypes[0].name}" if fits else ""
             reasons.append(f"{name} must have shape ({written}) and dtype {known}; got {shape} and {array.dtype}{fix}")
         reasons += place_reasons(name, array, like)
     return reasons

@@ -94,7 +94,7 @@ class ChosenBlocks(Mask):
         reasons = []
         if self.blocks.dtype not in _DTYPES or self.blocks.ndim < 2:
             is_narrow = is_integer_dtype(self.blocks.dtype) and self.blocks.ndim >= 2
-            fix = ": write blocks.astype(numpy.int64)" if is_narrow else ""
+            fix = ": cast them to int64" if is_narrow else ""
             reasons.append(
                 f"blocks must be an int32 or int64 array (..., heads, seqlen_q, n); got {describe(self.blocks)}{fix}"
             )

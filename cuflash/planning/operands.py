@@ -71,7 +71,7 @@ def _sink_reasons(name: str, array: Array, heads_shape: tuple[int, ...]) -> list
         reasons.append(f"{name} must have shape (num_heads,) = ({heads_shape[-1]},){leading}; got {shape}")
     if array.dtype not in DTYPES:
         known = ", ".join(map(str, DTYPES))
-        reasons.append(f"{name} must be {known}; got {array.dtype}: write {name}.astype(np.float32)")
+        reasons.append(f"{name} must be {known}; got {array.dtype}: cast it to float32")
     return reasons
 
 

@@ -353,7 +353,7 @@ def _dtype_reasons(arguments: Mapping[str, Array]) -> list[str]:
     dtypes = {name: np.dtype(array.dtype) for name, array in arguments.items()}
     reasons = [
         f"{name}'s dtype must be one of {', '.join(known.name for known in DTYPES)}; "
-        f"got {dtype.str if not dtype.isnative else dtype}: write {name}.astype(np.{_nearest(dtype)})"
+        f"got {dtype.str if not dtype.isnative else dtype}: cast it to {_nearest(dtype)}"
         for name, dtype in dtypes.items()
         if dtype not in DTYPES
     ]

@@ -153,6 +153,6 @@ def _array_reasons(
     if actual != shape and broadcasts_to(actual, shape):
         fixes.append(f"np.broadcast_to({label}, {shape}) repeats it along further axes")
     if array.dtype != dtype:
-        fixes.append(f"cast it with {label}.astype({dtype.name!r})")
+        fixes.append(f"cast it to {dtype.name}")
     rule, fix = f"{label} must have {like} shape {shape} and dtype {dtype}", f": {', '.join(fixes)}" if fixes else ""
     return [*reasons, f"{rule}; got {actual} and {array.dtype}{fix}"]

@@ -112,7 +112,7 @@ def _input_reasons(
             raise TypeError(no_array(name, array))
         reasons += _location_reasons(executor, name, array)
         if tuple(array.shape) != shape or array.dtype != dtype:
-            fix = f": cast it with {name}.astype({dtype.name!r})" if tuple(array.shape) == shape else ""
+            fix = f": cast it to {dtype.name}" if tuple(array.shape) == shape else ""
             reasons.append(
                 f"{name} must have shape {shape} and dtype {dtype}; got {tuple(array.shape)} and {array.dtype}{fix}"
             )

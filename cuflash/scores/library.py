@@ -144,9 +144,8 @@ def alibi(slopes: Array, *, align: str | None = None) -> Score:
     _require_axes("slopes", slopes, 1)
     refuse(alignment_reasons(align))
     if dtype_of(slopes) not in DTYPES:
-        method = "to" if is_tensor(slopes) else "astype"
-        reason = f"slopes must be {', '.join(map(str, DTYPES))}; got {slopes.dtype}: convert them with slopes.{method}"
-        raise UnsupportedProblem(reason)
+        known = ", ".join(map(str, DTYPES))
+        raise UnsupportedProblem(f"slopes must be {known}; got {slopes.dtype}: cast them to float32")
 
     def alibi(s: Array, b: Array, h: Array, i: Array, j: Array, slopes: Array) -> Array:
         distance = i - j + key_shift(i) if align == "bottom_right" else i - j
@@ -221,8 +220,7 @@ def bias(array: Array) -> Score:
         raise TypeError(no_array("bias", array))
     dtype = dtype_of(array)
     if dtype not in DTYPES:
-        floats = "bias.float()" if is_tensor(array) else "bias.astype(np.float32)"
-        fix = "a bool array is a mask: write mask=bias" if dtype == np.bool else f"write {floats}"
+        fix = "a bool array is a mask: write mask=bias" if dtype == np.bool else "cast it to float32"
         raise UnsupportedProblem(f"bias must be {', '.join(map(str, DTYPES))}; got {array.dtype}: {fix}")
     # An axis of length 1 is broadcast: it is always read at index 0.
     is_single = [extent == 1 for extent in array.shape[-3:]]

@@ -463,7 +463,7 @@ def _type_of(name: str, array: Array) -> ArrayType:
     if array_type is None:
         raise UnsupportedProblem(
             f"{name}'s dtype must be {', '.join(known.name for known in DTYPES)}, bool or an integer; got "
-            f"{dtype.str if not dtype.isnative else array.dtype}: convert it with {name}.astype"
+            f"{dtype.str if not dtype.isnative else array.dtype}: cast it to float32"
         )
     return array_type
 

@@ -246,7 +246,8 @@ def _first(
     wants_lse: bool, later: Sequence[str],
 ) -> OnGpu | _ByArrays:  # fmt: skip
     """Check the arguments of a call with a new layout or new options, and return the object that runs it."""
-    refuse(argument_reasons(tensors, outs) or executor_reasons(tensors["q"].device, options.executor))
+    bias = {} if options.bias is None else {"bias": options.bias}  # remains only if it or the score is invalid
+    refuse(argument_reasons(tensors | bias, outs) or executor_reasons(tensors["q"].device, options.executor))
     snapshot = looked_up.snapshot()
     is_on_gpu = tensors["q"].is_cuda
     if not is_on_gpu or checks.is_on():

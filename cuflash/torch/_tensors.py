@@ -78,7 +78,9 @@ def _kind_reasons(name: str, tensor: Tensor, is_captured: bool) -> list[str]:
     if tensor.device.type not in ("cpu", "cuda"):
         return [f"{name} must be on 'cpu' or 'cuda'; got {str(tensor.device)!r}: move it with .to('cpu')"]
     if tensor.dtype not in NUMPY_DTYPES and not is_captured:  # Score checks captured tensors
-        return [f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}: convert it with .float()"]
+        is_mask = name == "bias" and tensor.dtype == torch.bool
+        fix = "a bool tensor is a mask: write mask=bias" if is_mask else "convert it with .float()"
+        return [f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}: {fix}"]
     if name.startswith("out") and not is_captured and tensor.requires_grad:
         return [f"{name} must not require gradients; got a tensor that does: pass its .detach()"]
     return []

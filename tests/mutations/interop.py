@@ -104,6 +104,7 @@ FAULTS = {
         ),
     },
     interop_guards.tensors_without_elements_are_named: {
+        "a bias of integers is an array of NumPy": Edit("torch/_passes.py", "_first", "tensors | bias", "tensors"),
         "a meta tensor holds data": Edit(
             "layouts.py", "tensor_reasons", 'if value.device.type == "meta":', "if False:"
         ),

@@ -164,6 +164,8 @@ def tensors_without_elements_are_named(library: ModuleType) -> None:
         for call in (library.attention, module.attention):
             with pytest.raises(part(library, "errors").UnsupportedProblem, match=f"^q must .*; got .*{words}.*: "):
                 call(tensor, k, v)
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="bias must .*got torch.int64: .*float"):
+        module.attention(q, k, v, bias=torch.arange(6))
     with pytest.raises(part(library, "errors").UnsupportedProblem, match="q must hold data; got a tracer.* batch"):
         torch.vmap(lambda x: library.attention(x, k, v))(q[None])
 

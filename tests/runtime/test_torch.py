@@ -20,7 +20,7 @@ from torch_machine import on_device  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash.calls._call import Call  # noqa: E402
-from cuflash import BlockIndex, masks  # noqa: E402
+from cuflash import BlockIndex, masks, scores  # noqa: E402
 from cuflash.executors import gpu, torch_gpu  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
 from refusals import reasons_of  # noqa: E402
@@ -248,6 +248,38 @@ def test_a_mask_with_gradients_is_not_sent_to_a_call_that_takes_none_either(call
 def test_other_dtypes_are_refused(dtype):
     (reason, *_) = reasons_of(attention, Q, K.to(getattr(torch, dtype)), V)
     assert reason == f"k must be float16, bfloat16, float32 or float64; got torch.{dtype}: convert it with .float()"
+
+
+def test_a_bias_of_another_dtype_is_refused_like_other_tensors():
+    (reason,) = reasons_of(attention, Q, K, V, bias=torch.zeros(20, 20, dtype=torch.int32))
+    assert reason == "bias must be float16, bfloat16, float32 or float64; got torch.int32: convert it with .float()"
+    (reason,) = reasons_of(attention, Q, K, V, bias=torch.ones(20, 20, dtype=torch.bool))
+    assert reason.endswith("got torch.bool: a bool tensor is a mask: write mask=bias")
+
+
+INTEGERS = torch.ones(2, 4, 20, 16, dtype=torch.int16)
+OF_INTEGERS = {
+    "k": lambda: cuflash.attention(Q, INTEGERS, V),
+    "a plan": lambda: cuflash.plan(Q, K, V).forward(INTEGERS, K, V),
+    "a tangent": lambda: cuflash.attention_jvp(Q, K, V, q_dot=INTEGERS),
+    "a cotangent": lambda: cuflash.attention_vjp(Q, K, V)[1](INTEGERS),
+    "a sink": lambda: cuflash.attention(Q, K, V, sink=INTEGERS[0, :, 0, 0]),
+    "a bias": lambda: cuflash.attention(Q, K, V, bias=INTEGERS[0, 0, :, :1]),
+    "slopes": lambda: scores.alibi(INTEGERS[0, :, 0, 0]),
+    "blocks": lambda: masks.ChosenBlocks(INTEGERS, 16),
+    "rows of a cache": lambda: cuflash.KVCache(
+        batch=2, num_kv_heads=4, head_dim=16, capacity=64, dtype="float32"
+    ).append(INTEGERS, INTEGERS),
+    "an array of a score": lambda: scores.Score(lambda s, b, h, i, j, t: s * t[h], t=torch.ones(4, dtype=torch.cfloat)),
+}
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_messages_about_dtypes_name_no_method_of_another_library(name):
+    with pytest.raises(cuflash.UnsupportedProblem) as refused:
+        OF_INTEGERS[name]()
+    message = str(refused.value)
+    assert "astype" not in message and "np." not in message and ": cast" in message
 
 
 def test_every_reason_comes_at_once_and_before_any_work():

@@ -315,7 +315,7 @@ BAD = {
     ),
     "complex slopes": (
         lambda: {"score": scores.alibi(SLOPE.cfloat())}, cuflash.UnsupportedProblem,
-        "slopes must be float16, .*; got torch.complex64: convert them with slopes.to$",
+        "slopes must be float16, .*; got torch.complex64: cast them to float32$",
     ),
     "a bias without data": (lambda: {"bias": BIAS.to("meta")}, cuflash.UnsupportedProblem, "bias must hold data; got"),
     "a bias of another length": (lambda: {"bias": BIAS[..., :3]}, cuflash.UnsupportedProblem, "bias must broadcast to"),

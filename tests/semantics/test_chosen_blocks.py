@@ -580,7 +580,7 @@ MADE_WRONGLY = {
     ),
     "narrow integers": (
         lambda: ChosenBlocks(LISTS.astype(np.uint8), 2), UnsupportedProblem,
-        "dtype uint8: write blocks.astype(numpy.int64)",
+        "dtype uint8: cast them to int64",
     ),
     "booleans": (lambda: ChosenBlocks(LISTS == 0, 2), UnsupportedProblem, "and dtype bool"),
     "one axis": (lambda: ChosenBlocks(LISTS[0, 0], 2), UnsupportedProblem, "got an array of shape (3,) and dtype int6"),

@@ -80,12 +80,12 @@ def test_a_wrong_option_is_named_with_its_rule_and_what_came(options, words):
 
 def test_an_array_of_another_dtype_alone_is_told_how_to_cast_it():
     o, vjp = cuflash.attention_vjp(Q, Q, Q)
-    with pytest.raises(cuflash.UnsupportedProblem, match=r"and float64: cast it with do.astype\('float32'\)$"):
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"and float64: cast it to float32$"):
         vjp(np.ones(o.shape))
     with pytest.raises(cuflash.UnsupportedProblem, match=r"got \(2, 4, 10, 9\) and float64$"):
         vjp(np.ones((2, 4, 10, 9)))
     cache = cuflash.KVCache(batch=2, num_kv_heads=4, head_dim=8, capacity=20, dtype=np.float32)
-    with pytest.raises(cuflash.UnsupportedProblem, match=r"and float64: cast it with v.astype\('float32'\)$"):
+    with pytest.raises(cuflash.UnsupportedProblem, match=r"and float64: cast it to float32$"):
         cache.append(Q, Q.astype(float))
     with pytest.raises(cuflash.UnsupportedProblem, match=r"got \(2, 4, 10, 7\) and float64$"):
         cache.append(Q, Q[..., :7].astype(float))

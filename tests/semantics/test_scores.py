@@ -355,7 +355,7 @@ WRONG = [
     ({"softcap": 1e39}, r"softcap and .* must be from 1.2e-38 to 3.4e\+38 .* float32 scores; got 1e\+39: use such"),
     ({"score": lambda s, b, h, i, j: np.where(i < j, -1e300, s)}, r"numbers of a score function.*; got -1e\+300: use"),
     ({"bias": np.zeros((3, 3), bool)}, "bias must be .*; got bool: a bool array is a mask: write mask=bias"),
-    ({"bias": np.zeros((3, 3), int)}, r"bias must be .*, float64; got int64: write bias.astype\(np.float32\)"),
+    ({"bias": np.zeros((3, 3), int)}, r"bias must be .*, float64; got int64: cast it to float32"),
     ({"bias": np.zeros((2, 3), np.float32)}, r"bias must broadcast to .* = \(2, 3, 3\); got \(2, 3\)"),
     (
         {"score": scores.alibi(np.zeros(1))},
@@ -393,7 +393,7 @@ WRONG_CALLS = [
     (lambda: TWO_ARRAYS.renamed({"x": "y"}), "names must differ from array to array; got y, y"),
     (
         lambda: scores.alibi(np.arange(4)),
-        "slopes must be float16, bfloat16, float32, float64; got int64: convert them with slopes.astype",
+        "slopes must be float16, bfloat16, float32, float64; got int64: cast them to float32",
     ),
     (lambda: scores.softcap(-3), "softcap must be a positive finite number; got -3"),
     (lambda: scores.softcap(3, fast=1), "fast must be True or False; got 1"),

@@ -77,8 +77,8 @@ def test_gradients_are_asked_for_by_name() -> None:
     [
         ({"sink": np.zeros(3, np.float32)}, r"sink must have shape \(num_heads,\) = \(4,\).*\(2, 4\); got \(3,\)"),
         ({"sink": np.zeros((3, 2, 4), np.float32)}, r"sink must have shape .*got \(3, 2, 4\)"),
-        ({"sink": np.zeros(4, int)}, r"sink must be .*, float64; got int64: write sink.astype\(np.float32\)"),
-        ({"sink": np.zeros(4, bool)}, r"sink must be .*; got bool: write sink.astype\(np.float32\)"),
+        ({"sink": np.zeros(4, int)}, r"sink must be .*, float64; got int64: cast it to float32"),
+        ({"sink": np.zeros(4, bool)}, r"sink must be .*; got bool: cast it to float32"),
         ({"sink": np.zeros(4, np.float32), "wrt": "q"}, "wrt must not name q: dq, dk and dv are always computed"),
         ({"sink": np.zeros(4, np.float32), "wrt": "bias"}, "wrt must name .*'sink'; got 'bias'"),
         ({"wrt": "sink"}, "wrt must name .*there is none; got 'sink'"),

@@ -513,7 +513,7 @@ IDS = cuflash.scores.Score(lambda s, b, h, i, j, ids: s + ids[j], ids=np.arange(
     [
         ({}, "attention_jvp needs at least one tangent; got none: pass q_dot=, k_dot=, v_dot= or tangents=, or call"),
         ({"q_dot": X[0]}, r"q_dot must have q's shape \(2, 3, 4\) and dtype float32; got \(3, 4\) and float32: np"),
-        ({"k_dot": X.astype(float)}, r"k_dot must have k's shape .*: cast it with k_dot.astype\('float32'\)"),
+        ({"k_dot": X.astype(float)}, r"k_dot must have k's shape .*: cast it to float32"),
         ({"tangents": {"ids": X}, "score": IDS}, "tangents must name real arrays; got 'ids', which holds int64"),
         ({"tangents": {"slope": X}}, "tangents must name arrays of this call, which are 'q', .*; got 'slope'"),
         ({"tangents": {"q": X}}, "tangents must not name 'q': pass q_dot="),
