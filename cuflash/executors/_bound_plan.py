@@ -35,6 +35,11 @@ class BoundPlan:
         Inputs of the pass, and the results that the caller allocates. Objects with only a layout suffice on a GPU.
     wants_lse, pins, axes, machine
         As in `Plan._bind`.
+
+    Attributes
+    ----------
+    plain_call : callable (*arrays, *outs, numbers), optional
+        Launches the pass and returns its new results; None if copies, sums or checks surround the launches.
     """
 
     def __init__(
@@ -68,7 +73,8 @@ class BoundPlan:
         executes = without_keys if plan.is_empty else executors[executor]
         bind: Callable[..., BoundCall] = executes.bind if machine is None else partial(gpu.bind, machine=machine)
         self._call: Callable[..., Sequence[Array]] = bind(plan, layout)
-        self._is_plain = not (self._exponents or self._sums or self._is_checked)
+        is_plain = not (self._exponents or self._sums or self._is_checked)
+        self.plain_call: Callable[..., Sequence[Array]] | None = self._call if is_plain else None
         self._spans = [reach(array) for array in (*arrays.values(), *outs.values())] if outs and self._machine else []
 
     def run(
@@ -81,8 +87,8 @@ class BoundPlan:
         be those of a plan for different numbers of rows, which the arrays and `outs` must have.
         """
         own = {} if tiles is None else {"tiles": tiles}
-        if self._is_plain:
-            results: Sequence[Array] = self._call(*arrays.values(), *outs.values(), numbers=numbers, **own)
+        if self.plain_call is not None:
+            results = self.plain_call(*arrays.values(), *outs.values(), numbers=numbers, **own)
             return self._with_outs(results, outs) if outs else results
         if self._machine is not None and self._copies:
             self._machine.refuse_copies(self._copies)

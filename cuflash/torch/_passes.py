@@ -105,7 +105,7 @@ class OnGpu:
             "forward", layouts | self._lists, outs, wants_lse=wants_lse, pins=True, axes=axes,
             machine=torch_gpu.MACHINE, later=later,
         )  # fmt: skip
-        self._launch = self._forward._call if self._forward._is_plain and not outs else None
+        self._launch = None if outs else self._forward.plain_call
 
     def forward(
         self, outs: Outs, *tensors: Tensor, lists: Sequence[Tensor] = (), numbers: Sequence[int] = ()
