@@ -138,7 +138,7 @@ def _are_traced(tensors: Sequence[Tensor | None]) -> bool:
 def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Compute o and lse within `torch.compile`, which traces this function."""
     tensors: dict[str, Tensor] = dict(zip(("q", "k", "v"), in_autocast(q, k, v)))
-    mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:14]
+    mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:-2]  # neither has a value
     draws = (dropout.p, dropout.seed, dropout.offset) if isinstance(dropout, Dropout) else dropout
     if isinstance(mask, torch.Tensor):
         tensors["mask"], mask = mask, None

@@ -66,6 +66,11 @@ FAULTS = {
             "torch/_transformed.py", "Transformed._keep", "not self.is_traced or isinstance(call, OnGpu)", "True"
         ),
     },
+    interop_guards.graphs_keep_positions: {
+        "a graph contains calls at the start of a sequence": Edit(
+            "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"
+        ),
+    },
     interop_guards.graphs_leave_calls_to_python: {
         "a graph contains the NumPy code of calls with outputs": Edit(
             "torch/__init__.py", None, "leave_to_python(_called)", "pass"

@@ -319,6 +319,15 @@ def graphs_leave_calls_to_python(library: ModuleType) -> None:
             torch.compile(call, backend="eager", fullgraph=True)()
 
 
+def graphs_keep_positions(library: ModuleType) -> None:
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    torch._dynamo.reset()
+    options = {"causal": "top_left", "q_start": 3, "kv_start": 1}
+    o = torch.compile(lambda: module.attention(q, k, v, **options), backend="eager", fullgraph=True)()
+    assert (o.numpy() == library.attention(Q, K, V, **options)).all()
+
+
 def models_are_served(library: ModuleType) -> None:
     """Check that the attention function for transformers applies mask, window and bias."""
     torch, module, masks = pytest.importorskip("torch"), part(library, "torch"), library.masks

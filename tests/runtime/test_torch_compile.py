@@ -12,6 +12,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 
 import cuflash.torch  # noqa: E402
 from cuflash import BlockIndex, masks, scores  # noqa: E402
+from cuflash.planning.options import CallOptions  # noqa: E402
 from executors import needs_compiler  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # compilers emit their own
@@ -49,6 +50,23 @@ CALLS = {
     "torch.func.grad": lambda q, k, v: torch.func.grad(lambda q: attention(q, k, v).square().sum())(q),
     "torch.vmap": lambda q, k, v: torch.vmap(lambda q: attention(q, k[0], v[0], causal=True))(q),
 }  # fmt: skip
+
+
+OPTIONS = {
+    "mask": ALLOWED, "causal": True, "window": (3, 0), "scale": 0.3, "score": SCORE, "softcap": 5.0, "bias": BIAS,
+    "sink": SINK, "dropout": cuflash.Dropout(0.3, seed=4), "executor": "cpu", "deterministic": True,
+    "q_start": 3, "kv_start": 2, "kernel": "auto", "precision": "ieee",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_is_lost_in_a_graph(name):
+    torch._dynamo.reset()
+    options = {"causal": "top_left"} if name.endswith("start") else {}
+    options[name] = OPTIONS[name]
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, **options), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(Q, K, V), attention(Q, K, V, **options))
+    assert OPTIONS.keys() == CallOptions.__annotations__.keys()
 
 
 def results(function):
@@ -122,7 +140,7 @@ def test_operators_keep_the_rules_of_operators():
     torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, name))
 
 
-WORDS = "auto", "auto", "ieee", False
+WORDS = "auto", "auto", "ieee", False, 0, 0
 
 
 def test_selective_checkpointing_keeps_results_of_attention(monkeypatch):
