@@ -105,11 +105,12 @@ class _Grid:
 
 def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> ClassifiedBlocks:
     """Descend from large rectangles to single blocks by closed forms; evaluate the elements of undecided blocks."""
-    if 0 in (shape.num_batch, *shape[1:]):
-        return _assembled(_Grid(shape.seqlen_q, shape.seqlen_kv, block, 1, 1), [], {}, None)
     if isinstance(mask, BlockSet) and mask.block == block and mask.full.all():
         return _listed(mask, _Grid(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
-    grid = _Grid(shape.seqlen_q, shape.seqlen_kv, block, *extents(mask, shape))
+    varying = extents(mask, shape) if all(shape[2:]) else (1, 1)
+    grid = _Grid(shape.seqlen_q, shape.seqlen_kv, block, *varying)
+    if 0 in (*shape[2:], *varying):
+        return _assembled(grid, [], {}, None)
     factors = mask.operands if type(mask) is And else (mask,)
     closed = [factor for factor in factors if factor._has_intervals]
     others = [factor for factor in factors if not factor._has_intervals]

@@ -274,7 +274,8 @@ def _posed(
     reasons, resolved = list[str](), None
     problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
     place_reasons = list[str]()
-    if problem is not None and (options.q_start or options.kv_start or options.places):
+    starts = options.q_start, options.kv_start
+    if problem is not None and (options.places or {*map(type, starts)} != {int} or any(starts)):
         places = options.places or Places(options.q_start, options.kv_start)
         place_reasons = places.reasons(problem.mask_shape)
         problem = problem if place_reasons else replace(problem, places=places)

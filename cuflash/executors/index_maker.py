@@ -180,7 +180,7 @@ def index_of_mask(mask: Mask, shape: MaskShape, block: tuple[int, int], target: 
     """
     mask, xp = mask.resolve(shape), mask_namespace(mask)
     if 0 in (shape.num_batch, *shape[1:]):
-        empty = BlockIndex.from_mask(Band(), block=block, **shape._asdict())
+        empty = BlockIndex.from_mask(~Band(), block=block, **shape._asdict())
         return empty.to(lambda array: xp.zeros(array.shape, dtype=array.dtype))
     source, arrays = evaluated_source(mask, shape, block)
     key = "list", target, target.device, *_LAYOUT(source)

@@ -179,7 +179,22 @@ def test_a_mask_that_ignores_batch_and_heads_is_compiled_once_for_all():
     ]
 
 
-@pytest.mark.parametrize("shape", [((), 1, 0, 5), ((), 1, 5, 0), ((0,), 2, 5, 5), ((2,), 0, 5, 5)])
+@pytest.mark.parametrize("shape", [((), 1, 0, 5), ((), 1, 5, 0), ((0,), 2, 0, 5), ((2,), 0, 5, 0)])
 def test_an_empty_problem_has_an_empty_index(shape):
     index = BlockIndex.from_mask(masks.Causal("top_left"), block=2, **MaskShape(*shape)._asdict())
     assert index.num_entries == 0 and index.report().density == 0.0
+
+
+@pytest.mark.parametrize("batch, num_heads", [((0,), 2), ((2,), 0), ((0,), 0)])
+def test_an_index_of_no_matrices_is_that_of_a_mask_which_ignores_them_or_fits_no_others(batch, num_heads):
+    """It never hides keys from calls on other shapes."""
+    q = np.random.default_rng(0).standard_normal((2, 4, 5, 8))
+    empty = np.ones((*batch, num_heads, 5, 8))
+    index = BlockIndex.from_mask(masks.Causal(), 5, 5, 2, batch=batch, num_heads=num_heads)
+    assert (cuflash.attention(q, q, q, mask=index) == cuflash.attention(q, q, q, mask=masks.Causal())).all()
+    own = BlockIndex.from_mask(np.ones((*batch, num_heads, 5, 5), bool), 5, 5, 2, batch=batch, num_heads=num_heads)
+    assert own.shape == (*batch, num_heads, 5, 5) and own.num_entries == 0
+    for each in (index, own):
+        assert cuflash.attention(empty, empty, empty, mask=each).shape == empty.shape
+    with pytest.raises(UnsupportedProblem, match="the block index must have (batch|num_heads) 1 or .; got 0"):
+        cuflash.attention(q, q, q, mask=own)

@@ -155,6 +155,16 @@ FAULTS = {
     ): {
         "rows may overlap in memory": Edit("layouts.py", "overlaps_itself", "step < stop", "step == 0"),
     },
+    refuses(attends(q_start=False), "q_start must be an int from 0 to 1073741824; got False"): {
+        "a start may be what compares equal to 0": Edit(
+            "calls/_call.py", "_posed", "{*map(type, starts)} != {int} or", ""
+        ),
+    },
+    takes(lambda library: library.BlockIndex.from_mask(library.masks.Causal(), 8, 8, 4, num_heads=0).num_entries): {
+        "an index of no heads hides all keys of others": Edit(
+            "blocks/classify.py", "classify", "extents(mask, shape) if all(shape[2:])", "(0, 0) if 1"
+        ),
+    },
     refuses(rank_of(softcap=-1), "softcap must be a positive finite number; got -1"): {
         "ranks accept options before there are arrays": Edit(
             "distributed/_parallel.py", "ContextParallel.__init__",

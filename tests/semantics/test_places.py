@@ -161,6 +161,10 @@ def test_equal_calls_at_other_places_differ():
 
 REFUSED = {
     "q_start must be an int from 0 to 1073741824; got -1": {"q_start": -1},
+    "q_start must be an int from 0 to 1073741824; got None": {"q_start": None},
+    "kv_start must be an int from 0 to 1073741824; got False": {"kv_start": False},
+    "kv_start must be an int from 0 to 1073741824; got 0.0": {"kv_start": 0.0},
+    "q_start must be an int from 0 to 1073741824; got an array of shape (0,)": {"q_start": np.zeros(0)},
     "kv_start must be an int from 0 to 1073741824; got 1.5": {"kv_start": 1.5},
     "q_start + seqlen_q must be at most 1073741824; got 1073741824 + 40": {"q_start": 1 << 30},
     "causal=True is for equal lengths; got seqlen_q=41 and seqlen_kv=40": {"q_start": 1, "causal": True},
