@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -180,6 +181,14 @@ def is_int(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """True if a value is a real number of Python or NumPy."""
     return is_int(value) or isinstance(value, (float, np.floating))
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """True if a value is a real number within the range of float64."""
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:  # an int
+        return False
 
 
 def as_number(value: Any) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from ..arrays import describe, int_reasons, is_number
+from ..arrays import describe, int_reasons, is_finite
 from ..errors import refuse
 from ..keywords import explains_keywords
 
@@ -50,7 +49,7 @@ class Machine:
     def __post_init__(self) -> None:
         reasons = int_reasons(0, processors=self.processors)
         for name, value in asdict(self).items():
-            is_valid = is_number(value) and math.isfinite(value) and (value > 0 or value == 0 and name == "launch")
+            is_valid = is_finite(value) and (value > 0 or value == 0 and name == "launch")
             if name != "processors" and not is_valid:
                 rule = "a finite number of at least 0" if name == "launch" else "positive and finite"
                 reasons.append(f"{name} must be {rule}; got {describe(value)}")

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, is_finite
 from ..blocks.index import BlockIndex
 from ..dropout import Dropout
 from ..masks.base import Mask
@@ -146,6 +146,8 @@ class Options(NamedTuple):
         if type(scale) not in _SCALES or type(deterministic) not in _FLAGS or type(causal) not in (bool, str):
             return None
         if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
+            return None
+        if type(scale) is int and not is_finite(scale):  # NumPy's numbers in other keys cannot be compared with it
             return None
         if type(q_start) is not int or type(kv_start) is not int or places is not None:
             return None

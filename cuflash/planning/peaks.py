@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
-from ..arrays import describe, is_number
+from ..arrays import describe, is_finite
 from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
 from .device import DeviceSpec
@@ -58,7 +57,7 @@ class Peaks:
         reasons = []
         for field in fields(self):
             value, least = getattr(self, field.name), 0
-            is_rate = is_number(value) and math.isfinite(value) and value >= least
+            is_rate = is_finite(value) and value >= least
             if not is_rate or (value == 0 and field.name in ("clock", "hbm_bytes")):
                 reasons.append(f"{field.name} must be a finite rate that is not negative; got {describe(value)}")
         refuse(reasons)

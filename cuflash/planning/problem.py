@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..arrays import (
-    DTYPES, Array, ShapeDtype, accumulator_dtype, as_number, describe, is_array, is_flag, is_number, no_array,
+    DTYPES, Array, ShapeDtype, accumulator_dtype, as_number, describe, is_array, is_finite, is_flag, is_number,
+    no_array,
 )  # fmt: skip
 from ..dropout import Draws
 from ..errors import UnsupportedProblem, collecting, refuse
@@ -371,9 +372,8 @@ def _nearest(dtype: np.dtype[np.generic]) -> str:
 
 def _scale_reasons(scale: Any) -> list[str]:
     number = as_number(scale)
-    with suppress(OverflowError):
-        if scale is None or is_number(number) and math.isfinite(number):
-            return []
+    if scale is None or is_finite(number):
+        return []
     fix = ""
     if "Tracer" in type(scale).__name__:  # a traced value of JAX
         fix = ": name it in static_argnames, or multiply q by it"

@@ -56,7 +56,7 @@ class Gradients:
         return iter((self.dq, self.dk, self.dv))
 
     def __getitem__(self, name: str) -> Array:
-        if name not in self.others:
+        if not isinstance(name, str) or name not in self.others:
             names = ", ".join(map(repr, self.others)) or "nothing"
             raise KeyError(
                 f"no gradient of {name!r} was requested: wrt names {names}, and those of q, k and v are the attributes "

@@ -214,6 +214,7 @@ def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) ->
     return mass, counts > 0, unlike
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def _of_mean_keys(
     grid: Grid, blocks: MaskedBlocks, of_queries: Array, threshold: float | None
 ) -> tuple[Array, Array | None]:
@@ -318,6 +319,7 @@ def mass_of_blocks(grid: Grid, mass: Array, num_parts: int, stride: int) -> Arra
     return pieces.reshape(*mass.shape[:-1], num_columns, parts_of_block).sum(axis=-1)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     """Compute masses [*heads, rows, columns] of blocks by softmax over sums of scores on antidiagonals of cells.
 
@@ -349,6 +351,7 @@ def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     return xp.concatenate(parts, axis=-2)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
     """Bound the scores of each query over the keys of a page that it attends; also return which pages have such keys.
 

@@ -191,6 +191,7 @@ def _sides(block: BlockSize | None, page_size: int | None) -> tuple[int, int]:
     return 1, keys
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def _bounds(grid: Grid) -> Array:
     """Compute upper bounds of scores, [*heads, seqlen_q, num_pages]."""
     xp, (_, page) = grid.xp, grid.block

@@ -191,7 +191,15 @@ FAULTS = {
     },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {
         "any scale is a number": Edit(
-            "planning/problem.py", "_scale_reasons", "is_number(number) and math.isfinite(", "math.isfinite("
+            "arrays.py", "is_finite", "is_number(value) and math.isfinite(", "math.isfinite("
+        ),
+    },
+    refuses(
+        lambda library: [attends(scale=scale)(library) for scale in (np.float16(0.5), 10**400)],
+        "scale must be a finite number or None; got an int",
+    ): {
+        "keys hold numbers that no float can hold": Edit(
+            "planning/options.py", "Options.key", "type(scale) is int and not is_finite(scale)", "False"
         ),
     },
     takes(lambda library: (attends(scale=np.array(0.5))(library) == attends(scale=0.5)(library)).all()): {

@@ -235,6 +235,14 @@ def test_a_wrong_scale_is_refused_with_its_fix(scale: Any, message: str) -> None
             call(Q, Q, Q, scale=scale)
 
 
+def test_a_huge_int_is_refused_after_calls_with_other_kinds_of_scales() -> None:
+    """The key of a repeated call is compared with earlier ones, and NumPy converts the int to a float."""
+    for scale in (np.float16(0.5), 0.5):
+        cuflash.attention(Q, Q, Q, scale=scale)
+    with pytest.raises(cuflash.UnsupportedProblem, match="scale must be a finite number or None; got an int of"):
+        cuflash.attention(Q, Q, Q, scale=10**400)
+
+
 @pytest.mark.parametrize("make", [lambda torch: torch.nn.Parameter(torch.tensor(0.3)), lambda torch: torch.ones(1)])
 def test_a_tensor_is_no_scale(make: Any) -> None:
     torch = pytest.importorskip("torch")

@@ -581,3 +581,12 @@ def test_queries_that_are_not_one_entry_a_sequence_are_refused(q: Any) -> None:
     cache = cuflash.KVCache(batch=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="f4")
     with pytest.raises(cuflash.UnsupportedProblem, match=r"q must have shape \(2, num_heads, n, head_dim\)"):
         selectors.quest(q, cache, budget=FEW)
+
+
+@pytest.mark.parametrize("name", ["pooled", "quest", "oracle", "vertical_slash", "antidiagonal", "nsa"])
+@pytest.mark.parametrize("factors", [(np.inf, 1), (1, -np.inf), (np.nan, np.nan)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mask": np.tri(64, dtype=bool)}], ids=["no mask", "a mask"])
+def test_rows_that_are_not_finite_raise_nothing(name, factors, options):
+    q, k = np.random.default_rng(0).standard_normal((2, 2, 64, 8))
+    with np.errstate(all="raise", under="ignore"):
+        getattr(selectors, name)(q * factors[0], k * factors[1], block=16, budget=Budget(top_k=2), **options)
