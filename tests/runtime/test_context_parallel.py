@@ -177,7 +177,7 @@ def test_processes_that_disagree_are_refused_and_go_on():
     assert shape == (HEADS, LENGTH, 16)
     wanted = (
         "ranks must ask for the same call: rank 0 has causal=True, rank 2 has causal=False",
-        "rank 2: q has",
+        "rank 2: q must have the 32 rows of this rank",
         "rank 2: q, k and v must share one dtype",
         "ranks must ask for the same call: rank 0 asks for attention, rank 2 for unshard",
         "q must be a dense tensor", "x must be an array with 77 rows", "sink must not require gradients",
