@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..arrays import Array, describe
+from ..arrays import Array, describe, flag_reasons, int_reasons
 from ..errors import UnsupportedProblem, refuse
 from ..layouts import is_tensor
 from ..masks import Sequences
@@ -46,6 +46,10 @@ def model_options(
     num_queries, num_keys = int(query.shape[-2]), int(key.shape[-2])
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    wrong = flag_reasons("is_causal", is_causal)
+    wrong += [] if sliding_window is None else int_reasons(1, sliding_window=sliding_window)
+    if wrong:
+        raise UnsupportedProblem(reasons + wrong)
     mask, bias, window = attention_mask, position_bias, None
     causal: str | bool = "top_left" if is_causal and mask is None and num_queries > 1 else False
     if sliding_window is not None and mask is None and num_keys > sliding_window:  # otherwise the mask includes it

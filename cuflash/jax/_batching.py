@@ -17,7 +17,7 @@ from ..planning.options import DOT
 from ..scores import Score
 from ._call import MASK
 from ._own_axes import FROM_HEADS, OWN_AXES
-from ._primitives import PRIMITIVES, bind_pass
+from ._primitives import PRIMITIVES, THIRD, bind_pass
 from ._runs import Pass
 
 _OF_RESULTS = ("o", "lse", "do", "dlse")
@@ -79,6 +79,8 @@ def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
 
 def _at_once(one: Pass, arrays: Sequence[jax.Array], mapped: set[str]) -> list[jax.Array]:
     """Run a pass on arrays with one more batch axis."""
+    if one.name == "curvature":  # of second tangents, which no pass computes for several entries
+        raise NotImplementedError(THIRD)
     of, has_heads = one.of, len(one.of["q"]) > 2
     (size,) = {array.shape[0] for name, array in zip(one.names, arrays) if name in mapped}
     spread = _spread(one, mapped)

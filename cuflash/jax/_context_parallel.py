@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..arrays import describe
-from ..errors import refuse
+from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords, require_keywords
 from ..masks.places import Places
 from ..masks.shape import MaskShape
@@ -79,7 +79,11 @@ def context_parallel(
         f"{name} must be left out: devices see the positions of the whole sequence; got {describe(options[name])}"
         for name in ("q_start", "kv_start") if name in options
     ]  # fmt: skip
-    size = int(jax.lax.psum(1, axis_name))
+    try:
+        size = int(jax.lax.psum(1, axis_name))
+    except (NameError, TypeError, ValueError) as error:
+        rule = "axis_name must be the name of an axis of the mesh of jax.shard_map, within which this is called"
+        raise UnsupportedProblem([*reasons, f"{rule}; got {describe(axis_name)}"]) from error
     lengths = [x.shape[-2] if np.ndim(x) > 1 else 0 for x in (q, k)]
     if layout not in ("contiguous", "zigzag"):
         reasons.append(f"layout must be 'contiguous' or 'zigzag'; got {describe(layout)}")

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from harness import Record, check_names, main, time_alternately, track
+from compared_steps import Step, compared, table_of
+from harness import Record, check_names, main, track
 from rich.table import Table
 
 LIBRARIES = ("jax", "torch")
@@ -87,22 +88,18 @@ def heads_first(attention: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]
     return lambda q, k, v: attention(q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)).swapaxes(1, 2)
 
 
-class Step:
-    """A compiled step of one library with one attention, which has run once.
+def step_of(call: Callable[[], tuple[Any, Weights]], as_numpy: Callable[[Any], Any]) -> Step:
+    """Run a compiled step, which returns the loss and the gradients by name, and return it with its results.
 
     Parameters
     ----------
     call : callable
-        Runs a step, and returns the loss and the gradients by name once the device has finished.
+        Runs the step until the device has finished.
     as_numpy : callable
         Returns a gradient as a NumPy array in float32.
     """
-
-    def __init__(self, call: Callable[[], tuple[Any, Weights]], as_numpy: Callable[[Any], Any]) -> None:
-        self.call = call
-        loss, gradients = call()
-        self.loss = float(loss)
-        self.gradient = np.concatenate([as_numpy(gradients[name]).ravel() for name in sorted(gradients)])
+    loss, gradients = call()
+    return Step(call, float(loss), np.concatenate([as_numpy(gradients[name]).ravel() for name in sorted(gradients)]))
 
 
 def steps_of_jax(config: Config, tokens: int) -> dict[str, Step]:
@@ -127,7 +124,7 @@ def steps_of_jax(config: Config, tokens: int) -> dict[str, Step]:
             return -of_next.mean()
 
         compiled = jax.jit(jax.value_and_grad(loss))
-        return Step(lambda: jax.block_until_ready(compiled(weights, ids)), lambda x: np.asarray(x, np.float32))
+        return step_of(lambda: jax.block_until_ready(compiled(weights, ids)), lambda x: np.asarray(x, np.float32))
 
     return {name: step(attend) for name, attend in attentions.items()}
 
@@ -168,7 +165,7 @@ def steps_of_torch(config: Config, tokens: int, mode: str) -> dict[str, Step]:
                 torch.cuda.synchronize()
             return value.detach(), dict(zip(weights, gradients))
 
-        return Step(trained, lambda x: x.float().cpu().numpy())
+        return step_of(trained, lambda x: x.float().cpu().numpy())
 
     return {"sdpa": step(sdpa), "cuflash": step(ours)}
 
@@ -186,30 +183,16 @@ def run(config: Config) -> Iterator[Record]:
             continue
         is_torch = library == "torch"
         steps = steps_of_torch(config, tokens, mode) if is_torch else steps_of_jax(config, tokens)
-        timings = time_alternately({name: step.call for name, step in steps.items()}, repeats=config.repeats, warmup=2)
-        (other,) = (name for name in steps if name != "cuflash")
-        theirs = steps[other].gradient
-        error = float(np.linalg.norm(steps["cuflash"].gradient - theirs) / np.linalg.norm(theirs))
-        for name, timing in timings.items():
-            is_ours = name == "cuflash"
-            yield {
-                "library": library, "attention": name, "mode": mode, "tokens": tokens,
-                "batch": max(1, config.tokens_of_batch // tokens), "ms": timing.median_ms,
-                "spread_ms": timing.spread_ms,
-                "of_other": timing.median_ms / timings[other].median_ms if is_ours else None,
-                "loss": steps[name].loss, "gradient_error": error if is_ours else None, "layers": config.layers,
-                "heads": config.heads, "head_dim": config.head_dim, "dtype": config.dtype, "version": version,
+        facts = {"library": library, "mode": mode, "tokens": tokens, "batch": max(1, config.tokens_of_batch // tokens)}
+        for record in compared(steps, "cuflash", "of_other", facts, repeats=config.repeats, warmup=2):
+            yield record | {
+                "layers": config.layers, "heads": config.heads, "head_dim": config.head_dim, "dtype": config.dtype,
+                "version": version,
             }  # fmt: skip
 
 
 def table(records: list[Record]) -> Table:
-    result = Table(title="ms of a compiled training step")
-    for column in (*ROW, "ms", "of_other", "gradient_error"):
-        result.add_column(column)
-    for row in records:
-        ratios = ("" if row[name] is None else f"{row[name]:.3f}" for name in ("of_other", "gradient_error"))
-        result.add_row(*(str(row[column]) for column in ROW), f"{row['ms']:.2f}", *ratios)
-    return result
+    return table_of(records, "ms of a compiled training step", ROW, "of_other")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Record, gpu_versions, main, time_alternately, track, why_no_gpu
+from compared_steps import Step, compared, table_of
+from harness import Record, gpu_versions, main, track, why_no_gpu
 from rich.table import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
@@ -79,7 +80,8 @@ class Training:
         """Return the gradients of all parameters after a step, as one vector."""
         import torch
 
-        return torch.cat([parameter.grad.float().flatten() for parameter in self._model.parameters()])
+        gradients = [parameter.grad.float().flatten() for parameter in self._model.parameters()]
+        return torch.cat(gradients).cpu().numpy()
 
 
 def run(config: Config) -> Iterator[Record]:
@@ -95,28 +97,14 @@ def run(config: Config) -> Iterator[Record]:
     versions = gpu_versions() | {"torch": torch.__version__, "transformers": transformers.__version__}
     for tokens in track(config.tokens, "lengths"):
         trained = {way: Training(config, way, tokens) for way in WAYS}
-        losses = {way: float(each.step()) for way, each in trained.items()}
-        theirs, ours = (each.gradients() for each in trained.values())
-        error = float((theirs - ours).norm() / theirs.norm())
-        timings = time_alternately({way: each.step for way, each in trained.items()}, repeats=config.repeats, warmup=3)
-        for way, timing in timings.items():
-            is_ours = way == OURS
-            yield {
-                "attention": way, "tokens": tokens, "batch": trained[way].batch, "ms": timing.median_ms,
-                "spread_ms": timing.spread_ms,
-                "of_sdpa": timing.median_ms / timings["sdpa"].median_ms if is_ours else None, "loss": losses[way],
-                "gradient_error": error if is_ours else None, **versions,
-            }  # fmt: skip
+        steps = {way: Step(each.step, float(each.step()), each.gradients()) for way, each in trained.items()}
+        facts = {"tokens": tokens, "batch": trained[OURS].batch}
+        for record in compared(steps, OURS, "of_sdpa", facts, repeats=config.repeats, warmup=3):
+            yield record | versions
 
 
 def table(records: list[Record]) -> Table:
-    result = Table(title="ms of a training step")
-    for column in (*ROW, "ms", "of_sdpa", "gradient_error"):
-        result.add_column(column)
-    for row in records:
-        ratios = ("" if row[name] is None else f"{row[name]:.3f}" for name in ("of_sdpa", "gradient_error"))
-        result.add_row(*(str(row[column]) for column in ROW), f"{row['ms']:.2f}", *ratios)
-    return result
+    return table_of(records, "ms of a training step", ROW, "of_sdpa")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,11 @@ FAULTS = {
     },
     refuses(attends(q_start=False), "q_start must be an int from 0 to 1073741824; got False"): {
         "a start may be what compares equal to 0": Edit(
+<<<<<<< HEAD
             "calls/_call.py", "_posed", "all(is_int(start) and start == 0", "all(start == 0"
+=======
+            "calls/_call.py", "_posed", "{*map(type, starts)} != {int} or", ""
+>>>>>>> h-noticed
         ),
     },
     takes(lambda library: library.BlockIndex.from_mask(library.masks.Causal(), 8, 8, 4, num_heads=0).num_entries): {
@@ -191,7 +195,15 @@ FAULTS = {
     },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {
         "any scale is a number": Edit(
-            "planning/problem.py", "_scale_reasons", "is_number(number) and math.isfinite(", "math.isfinite("
+            "arrays.py", "is_finite", "is_number(value) and math.isfinite(", "math.isfinite("
+        ),
+    },
+    refuses(
+        lambda library: [attends(scale=scale)(library) for scale in (np.float16(0.5), 10**400)],
+        "scale must be a finite number or None; got an int",
+    ): {
+        "keys hold numbers that no float can hold": Edit(
+            "planning/options.py", "Options.key", "type(scale) is int and not is_finite(scale)", "False"
         ),
     },
     takes(lambda library: (attends(scale=np.array(0.5))(library) == attends(scale=0.5)(library)).all()): {

@@ -199,6 +199,9 @@ FAULTS = {
         "a prompt meets the last keys of a static cache": Edit(
             "calls/model_options.py", "model_options", '"top_left" if', '"bottom_right" if'
         ),
+        "a window may be True": Edit(
+            "calls/model_options.py", "model_options", "int_reasons(1, sliding_window=sliding_window)", "[]"
+        ),
         "is_causal of a call is ignored": Edit(
             "calls/model_options.py", "model_options", "if is_causal is None:", "if True:"
         ),

@@ -351,6 +351,8 @@ def models_are_served(library: ModuleType) -> None:
     require(layer, {"sliding_window": 3}, window=(2, 2))
     packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
     require(causal, dict(packed), mask=masks.Sequences(offsets, causal=True))
+    with pytest.raises(part(library, "errors").UnsupportedProblem, match="sliding_window must be an int of at least 1"):
+        require(causal, {"sliding_window": True})
 
 
 def arrays_of_numpy_are_taken_by_jax(library: ModuleType) -> None:

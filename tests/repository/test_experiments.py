@@ -602,3 +602,18 @@ def test_every_selector_is_timed(load) -> None:
         # these selectors also keep pages or forced blocks
         keeps_more = name in ("selectors.vertical_slash", "selectors.quest", "selectors.nsa")
         assert rows.min() >= 1 and (rows.max() > 1) == keeps_more
+
+
+def test_our_step_is_compared_with_the_other_one(load):
+    steps = load("compared_steps")
+    both = {
+        "other": steps.Step(lambda: None, 1.0, np.array([3.0, 4.0])),
+        "ours": steps.Step(lambda: None, 2.0, np.array([3.0, 4.5])),
+    }
+    rows = list(steps.compared(both, "ours", "of_other", {"tokens": 7}, repeats=3, warmup=1))
+    other, ours = sorted(rows, key=lambda row: row["attention"] == "ours")
+    assert ours["gradient_error"] == 0.1 and other["gradient_error"] is other["of_other"] is None
+    assert ours["of_other"] == ours["ms"] / other["ms"] and (other["loss"], ours["loss"]) == (1.0, 2.0)
+    assert ours["tokens"] == other["tokens"] == 7
+    table = steps.table_of(rows, "ms", ("attention", "tokens"), "of_other")
+    assert [column.header for column in table.columns] == ["attention", "tokens", "ms", "of_other", "gradient_error"]

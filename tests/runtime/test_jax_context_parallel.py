@@ -98,6 +98,13 @@ def test_wrong_arguments_are_refused(options, reason):
     assert error.value.reasons == (reason,)
 
 
+@pytest.mark.parametrize("axis_name", ["columns", 3, None])
+def test_an_axis_that_no_mesh_has_is_refused(axis_name):
+    x = np.zeros((1, HEADS, LENGTH, 16), np.float32)
+    with pytest.raises(UnsupportedProblem, match="axis_name must be the name of an axis of the mesh of jax.shard_map"):
+        cuflash.jax.context_parallel(x, x, x, axis_name=axis_name)
+
+
 def test_an_odd_number_of_rows_has_no_zigzag():
     x = np.zeros((1, HEADS, 7, 16), np.float32)
     with pytest.raises(UnsupportedProblem, match="layout='zigzag' needs an even number of rows on each device"):

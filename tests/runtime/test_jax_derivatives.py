@@ -119,7 +119,11 @@ def test_third_derivatives_are_refused_in_words(outer):
         return lambda q: jax.jvp(function, (q,), (q,))[1]
 
     sentence = "attention has first and second derivatives in JAX, and no jvp of jvp; .*: take finite differences"
-    for third in (jax.grad(pushed(jax.grad(of_q))), pushed(pushed(jax.grad(of_q))), pushed(pushed(of_q))):
+    thirds = [
+        jax.grad(pushed(jax.grad(of_q))), pushed(pushed(jax.grad(of_q))), pushed(pushed(of_q)),
+        jax.jacfwd(jax.hessian(of_q)), jax.jacfwd(jax.jacfwd(of_q)),
+    ]  # fmt: skip
+    for third in thirds:
         with pytest.raises(NotImplementedError, match=sentence):
             outer(lambda q, third=third: jnp.sum(third(q)))(q)
 

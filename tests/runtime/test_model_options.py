@@ -155,6 +155,9 @@ def test_options_on_which_no_weight_depends_are_ignored():
             {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 8])}, "cu_seq_lens_q and "
             "cu_seq_lens_k must be passed together, for a batch of 1; got ",
         ),
+        ({"sliding_window": "a"}, "sliding_window must be an int of at least 1; got 'a'"),
+        ({"sliding_window": True}, "sliding_window must be an int of at least 1; got True"),
+        ({"is_causal": "no"}, "is_causal must be True or False; got 'no'"),
         (
             {"sliding_window": 3, "is_causal": False}, "attention_mask must hold the window of 6 queries of 8 keys: "
             "register a mask function with AttentionMaskInterface, such as sdpa_mask",
