@@ -7,7 +7,7 @@ from copy import copy
 from typing import Protocol
 
 from ..scores.program import Program, needed_for
-from ..scores.uniform import Direction, uniform
+from ..scores.uniform import Direction, of_distance, uniform
 
 KINDS = {"real": "T", "int": "int", "bool": "bool"}
 # The positions with the least and the greatest value, if values rise (1), stay equal (0) or fall (-1) with positions.
@@ -28,7 +28,7 @@ class Printer(Protocol):
     def assignment(self, n: int, level: str) -> str: ...
     def address(self, n: int, level: str) -> str: ...
     def values(self, is_derived: bool) -> list[str]: ...
-    def part(self, place: int) -> str: ...
+    def part(self, place: int, adds_zeros: bool) -> str: ...
 
 
 class UniformText:
@@ -49,6 +49,9 @@ class UniformText:
         users = (each.args for n, each in enumerate(program.instructions) if n not in shared.values)
         used = {a for args in users for a in args} | {*program.results} | indices
         self._members = sorted(used & shared.values | indices & {*shared.roots})
+        self.sums_by_distance = len(self._loads) == 1 and not printer.num_bins and indices <= of_distance(program) | {
+            n for n, level in enumerate(printer.levels) if level == "tile"
+        }
 
     def structures(self) -> list[str]:
         """Return the structures of the shared values and of the sums for elements of captured arrays."""
@@ -61,13 +64,14 @@ class UniformText:
 
     def functions(self, is_derived: bool) -> list[str]:
         """Return the member functions of the score function for uniform tiles."""
+        distances = self._of_distances() if self.sums_by_distance else []
         if not self.is_useful:
-            return ["  struct OfUniform {};", "  struct OfUniformSums {};"]
+            return ["  struct OfUniform {};", "  struct OfUniformSums {};", *distances]
         printer = copy(self._printer)
         printer.renamed = {n: f"uniform.x{n}" for n in self._members}
         printer.extra_parameters = ", const Uniform& uniform"
         lines = ["  using OfUniform = Uniform; using OfUniformSums = UniformSums;", *self._search()]
-        return [*lines, *printer.values(is_derived), *self._additions(printer)]
+        return [*lines, *printer.values(is_derived), *self._additions(printer), *distances]
 
     def _search(self) -> list[str]:
         lines = []
@@ -87,8 +91,7 @@ class UniformText:
 
     def _computations(self, results: Sequence[int]) -> list[str]:
         """Return the operations that compute these values at a query and key, without those of the tile's level."""
-        local = copy(self._printer)
-        local.levels = ["tile" if level == "tile" else "score" for level in self._printer.levels]
+        local = self._local()
         instructions = self._printer.program.instructions
         needed = needed_for(instructions, results)
         return [
@@ -97,16 +100,37 @@ class UniformText:
             if instructions[n].op != "const" and local.levels[n] != "tile"
         ]
 
+    def _local(self) -> Printer:
+        """Return a printer of functions that compute all values that depend on the query or the key themselves."""
+        local = copy(self._printer)
+        local.levels = ["tile" if level == "tile" else "score" for level in self._printer.levels]
+        return local
+
+    def _of_distances(self) -> list[str]:
+        """Return functions that sum scores at the same distance, and that add such a sum to the element they share."""
+        ((_, n),) = self._loads
+        lines = self._addition("T& sum", "sum")
+        lines.append("  CUFLASH_DEVICE void flush_distance(const Tile& tile, int i, int j, T sum) const {")
+        lines += self._computations(self._printer.program.instructions[n].args)
+        return [*lines, f"    tile::add({self._local().address(n, 'score')}, sum);", "  }"]
+
+    def _addition(self, parameter: str, sum_of: str) -> list[str]:
+        """Return a function that adds the terms of a score to sums in registers."""
+        arguments = "const Tile& tile, const Query&, const Key&, int, int, T, T df, const Slopes& slopes"
+        sums = f"TileSums& of_tile, QuerySums& of_query, KeySums& of_key, {parameter}"
+        lines = [f"  CUFLASH_DEVICE void add({arguments}, {sums}) const {{"]
+        adds_zeros = self.sums_by_distance or bool(self._printer.num_bins)
+        of = {"tile": "of_tile.g{}", "query": "of_query.g{}", "key": "of_key.g{}", "score": sum_of}
+        for level, name in of.items():
+            loads = self._printer.loads_of(level)
+            lines += [f"    {name.format(place)} += {self._printer.part(place, adds_zeros)};" for place, _ in loads]
+        return [*lines, "  }"]
+
     def _additions(self, printer: Printer) -> list[str]:
         """Return functions that sum over a tile in registers, and that add these sums to memory."""
-        arguments = "const Tile& tile, const Query&, const Key&, int, int, T, T df, const Slopes& slopes"
-        sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key, UniformSums& of_uniform"
-        lines = [f"  CUFLASH_DEVICE void add({arguments}, {sums}) const {{"]
-        for level, name in (("tile", "tile"), ("query", "query"), ("key", "key"), ("score", "uniform")):
-            loads = self._printer.loads_of(level)
-            lines += [f"    of_{name}.g{place} += {printer.part(place)};" for place, _ in loads]
+        lines = self._addition("UniformSums& of_uniform", "of_uniform.g{}")
         parameters = "const Tile& tile, const Uniform& uniform, const UniformSums& sums, ScoreSums& of_score"
-        lines += ["  }", f"  CUFLASH_DEVICE void flush({parameters}) const {{"]
+        lines.append(f"  CUFLASH_DEVICE void flush({parameters}) const {{")
         calls = (f"g{place}.{self._call_of_sum(printer, place, n)};" for place, n in self._loads)
         return [*lines, *(f"    of_score.{call}" for call in calls), "  }"]
 

@@ -310,7 +310,7 @@ def gpu_plan(
         why += f"; few queries: {kernels.forward.launches['forward'].spec.name}" * (kernels is not of_family)
     reasons = _tile_reasons(kernels, problem.mask_shape.num_batch)
     if problem.score is not None:
-        kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_visits_all(work))
+        kernels = with_score(kernels, problem, deterministic=deterministic, is_whole=_is_band(work))
     if problem.dropout is not None:
         places = dropout_places(problem.places, problem.num_heads, problem.whole_shape)
         kernels = with_dropout(kernels, problem.dropout, places)
@@ -347,9 +347,9 @@ def _work(problem: Problem, mask: Mask, device: DeviceSpec, family: Family) -> W
     return family.with_sequence_tiles(work)
 
 
-def _visits_all(work: WorkList) -> bool:
-    """True if kernels visit all scores, because there is no mask."""
-    return isinstance(work, IntervalWork) and not isinstance(work, UnionWork) and work.band == Band(None, None)
+def _is_band(work: WorkList) -> bool:
+    """True if a band is the whole mask."""
+    return isinstance(work, IntervalWork) and not isinstance(work, UnionWork) and work.band is not None
 
 
 def _tile_reasons(kernels: Kernels, num_batch: int) -> list[str]:

@@ -93,7 +93,7 @@ def with_score(
     deterministic : bool
         Gradients of captured arrays must be bitwise reproducible.
     is_whole : bool
-        Kernels visit all scores, so that a stored gradient need not be set to 0 first.
+        Kernels that store a gradient store all of its elements, so that it need not be set to 0 first.
     """
     program = problem.score
     assert program is not None

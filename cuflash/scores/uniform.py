@@ -66,6 +66,26 @@ def uniform(program: Program) -> Uniform:
     return Uniform(roots, frozenset(values))
 
 
+def of_distance(program: Program) -> frozenset[int]:
+    """Return the instructions that depend on the query and the key only through their distance.
+
+    >>> import numpy as np
+    >>> from cuflash.scores import Score
+    >>> table = np.zeros(9, np.float32)
+    >>> program = Score(lambda s, b, h, i, j, table: s + table[np.clip(j - i, -4, 4) + 4], table=table).program
+    >>> [program.instructions[n].op for n in sorted(of_distance(program))]
+    ['sub', 'clip', 'add', 'load']
+    """
+    instructions, dependencies = program.instructions, depends(program)
+    distances: set[int] = set()
+    for n, each in enumerate(instructions):
+        varying = [a for a in each.args if dependencies[a] & {"i", "j"}]
+        is_distance = each.op == "sub" and {instructions[a].op for a in varying} == {"i", "j"}
+        if varying and (is_distance or (distances.issuperset(varying) and "s" not in dependencies[n])):
+            distances.add(n)
+    return frozenset(distances)
+
+
 def _has_steps(root: int, instructions: Sequence[Instruction]) -> bool:
     """True if an integer may have the same value for two neighbouring queries or keys."""
     ops = {instructions[n].op for n in needed_for(instructions, [root])}

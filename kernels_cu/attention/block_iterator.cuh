@@ -191,8 +191,9 @@ CUFLASH_DEVICE VisitRange split_range(const Params& params, const VisitRange& fu
 }
 
 // An iterator over the visit range of a tile in steps of at most Width rows or, if there is a list, over the listed
-// blocks. It does not copy the range, which stays in registers or in shared memory.
-template <int Width, class Walk, class Listed = DynamicListed>
+// blocks. It does not copy the range, which stays in registers or in shared memory. If IsReversed, it visits the same
+// steps from the last to the first; of a list, it reverses the steps of each block.
+template <int Width, class Walk, class Listed = DynamicListed, bool IsReversed = false>
 class BlockIterator {
  public:
   CUFLASH_DEVICE BlockIterator(const Params& params, const VisitRange& visit_range)
@@ -212,13 +213,14 @@ class BlockIterator {
 
   CUFLASH_DEVICE bool next(KvBlock& block) {
     if (!has_next()) return false;
-    block.start = position_;
-    block.stop = min(position_ + Width, end_);
+    block.start = IsReversed ? position_ + (end_ - position_ - 1) / Width * Width : position_;
+    block.stop = min(block.start + Width, end_);
     block.kind = kind_;
     block.entry = entry_;
     if (kind_ == BlockKind::kInterval && block.start >= visit_range_.full_start && block.stop <= visit_range_.full_stop)
       block.kind = BlockKind::kFull;
-    position_ = block.stop;
+    if (IsReversed) end_ = block.start;
+    else position_ = block.stop;
     return true;
   }
 

@@ -18,6 +18,7 @@ struct Function {
   static constexpr bool kIsStaged = false;  // reads an array that is staged in shared memory
   static constexpr bool kStoresGradient = false;  // kernels store the gradient of that array themselves
   static constexpr bool kCanBeUniform = false;  // all scores of a tile may read the same elements of captured arrays
+  static constexpr bool kSumsByDistance = false;  // scores at the same distance add to one element of a gradient
   static constexpr bool kTakesProducts = false;  // takes q k^T, which is not multiplied by the softmax scale
   static constexpr bool kIsUnscaled = false;  // leaves the softmax scale to the exponent
   static constexpr int kNumBins = 0;  // elements of a short table whose gradient each thread sums in bins

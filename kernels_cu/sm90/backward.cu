@@ -95,7 +95,7 @@ struct Backward : BackwardEpilogue<Config> {
                                          const PipelineState& state, int first_query, int flags,
                                          float softmax_scale_log2) {
     const StepQueries queries{shared().queries[state.stage], first_query, flags};
-    if constexpr (kMakesPEarly) make_changed_p(s, step, queries, softmax_scale_log2);
+    if constexpr (kMakesPEarly) make_changed_p(s, step, lse_2, queries, softmax_scale_log2);
     else if constexpr (kChangesWeights) return;
     else if (queries.is_plain()) make_p<true>(s, lse_2, delta, queries, softmax_scale_log2);
     else make_p<false>(s, lse_2, delta, queries, softmax_scale_log2);

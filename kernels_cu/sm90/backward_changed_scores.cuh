@@ -8,7 +8,7 @@ template <class Config>
 struct BackwardChangedScores : ChangedWeights<Config> {
   using Base = ChangedWeights<Config>;
   using typename Base::AllOfThread, typename Base::DropoutArgument, typename Base::MaskOfThread,
-      typename Base::PackedScores, typename Base::Scores, typename Base::SmemDs, typename Base::StepPositions,
+      typename Base::PackedScores, typename Base::QueryValues, typename Base::Scores, typename Base::SmemDs, typename Base::StepPositions,
       typename Base::StepQueries;
   using Base::kChangesWeights, Base::kDpRunsAhead, Base::kHasSlopes, Base::kMakesDq,
       Base::kMakesPAndDsTogether;
@@ -28,14 +28,14 @@ struct BackwardChangedScores : ChangedWeights<Config> {
   }
 
   // Replace q k^T by P for 16 queries; P is 0 for masked elements and for queries without a key. With a score function,
-  // `scale` multiplies scores; without one, it multiplies exponents.
-  template <class Step, class Mask>
-  static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, const StepQueries& queries,
-                                            const Mask& mask, float scale) {
+  // `scale` multiplies scores; without one, it multiplies exponents. `lse_2_of` returns the statistic of a column.
+  template <class Step, class LseOf, class Mask>
+  static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, int k, LseOf lse_2_of, const Mask& mask,
+                                            float scale) {
     step.apply(s, k, scale);
     const float exponent_scale = kHasScore ? static_cast<float>(attention::kLog2E) : scale;
     for_each_of_fragment(k, [&](int i, int j) {
-      const float lse_2 = queries.lse_2()[Scores::column(j)];
+      const float lse_2 = lse_2_of(j);
       const float p = attention::unclamped_probability(attention::score_exponent(s.at(i, j), exponent_scale, lse_2));
       const bool is_seen = mask.at(i, j) && lse_2 != -ptx::negative_infinity<float>();
       s.at(i, j) = Mask::kIsPlain ? p : is_seen ? attention::clamp_probability(p) : 0.0f;
@@ -43,12 +43,16 @@ struct BackwardChangedScores : ChangedWeights<Config> {
   }
 
   // Replace q k^T by P for all queries of a step. P is computed as in a plain step, and then corrected if the step is
-  // not plain. Thus all steps share the same code, which saves instruction fetches.
+  // not plain. Thus all steps share the same code, which saves instruction fetches. `prefetched` has the statistics that
+  // were loaded before products started, if registers can hold them.
   template <class Step>
-  static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const StepQueries& queries, float scale) {
+  static CUFLASH_DEVICE void make_changed_p(Scores& s, const Step& step, const QueryValues& prefetched,
+                                            const StepQueries& queries, float scale) {
+    constexpr bool kPrefetchesLse = kHasScore && score::Function::kNumBins == 0;
     const AllOfThread all(queries);
+    const auto lse_2 = [&](int j) { return kPrefetchesLse ? prefetched.at(j) : queries.lse_2()[Scores::column(j)]; };
 #pragma unroll
-    for (int k = 0; k < PackedScores::kNumFragments; ++k) make_changed_p(s, step, k, queries, all, scale);
+    for (int k = 0; k < PackedScores::kNumFragments; ++k) make_changed_p(s, step, k, lse_2, all, scale);
     if (queries.is_plain()) return;
     Base::template clamp_and_mask<true>(s, queries);
 #pragma unroll
@@ -83,6 +87,7 @@ struct BackwardChangedScores : ChangedWeights<Config> {
     typename Step::Sums sums;
     step.start_bins(of_steps);
     const tile::Conditional<IsPlain, AllOfThread, MaskOfThread> mask(queries);
+    const auto lse_2 = [&](int j) { return queries.lse_2()[Scores::column(j)]; };
 #pragma unroll
     for (int k = 0; k < PackedScores::kNumFragments; ++k) {
       if constexpr (Config::kHasDropout)
@@ -91,10 +96,10 @@ struct BackwardChangedScores : ChangedWeights<Config> {
       if constexpr (kMakesPAndDsTogether) {
         step.make_p_and_ds(
             s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
-            [&](int j) { return queries.lse_2()[Scores::column(j)]; },
+            lse_2,
             [&](int j) { return queries.delta()[Scores::column(j)]; }, k, sums);
       } else {
-        if constexpr (!kMakesPEarly) make_changed_p(s, step, k, queries, mask, scale);
+        if constexpr (!kMakesPEarly) make_changed_p(s, step, k, lse_2, mask, scale);
         for_each_of_fragment(k, [&](int i, int j) {
           const float delta = queries.delta()[Scores::column(j)];
           const float ds = attention::score_gradient(s.at(i, j), dp.at(i, j), delta);

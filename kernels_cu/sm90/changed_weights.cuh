@@ -3,6 +3,7 @@
 #include <attention/score_math.cuh>
 #include <attention/score_slopes.cuh>
 #include <sm90/backward_scores.cuh>
+#include <tile/diagonal_sums.cuh>
 
 // Score functions and dropout in the backward pass on Hopper, where rows of a tile of scores are keys, and columns are
 // queries.
@@ -43,6 +44,7 @@ struct ChangedWeights : BackwardScores<Config> {
           of_tile_(score.of_tile(positions.batch_head.batch_index, positions.batch_head.head)),
           queries_(positions.queries, Tile::first_column()),
           // opaque, so that it takes no registers from step to step
+          distance_(positions.keys.first + Tile::warp_row() - positions.queries.first),
           array_address_(kStagesArray ? ptx::opaque(staged_address(array_smem(positions.stage))) : 0) {
       const attention::PositionsOf<Score> keys(positions.keys, Tile::first_row());
 #pragma unroll
@@ -58,8 +60,10 @@ struct ChangedWeights : BackwardScores<Config> {
       }
     }
 
-    // The sums of one step that are added to the gradients of captured arrays.
+    // The sums of one step that are added to the gradients of captured arrays. `of_distances` are those of 16 queries,
+    // in the thread's part of the diagonals of the warp's 16 keys.
     struct Sums {
+      tile::DiagonalSums<T> of_distances;
       typename Score::OfTileSums of_tile;
       typename Score::OfKeySums of_key[Tile::kRows];
       typename Score::OfScoreSums of_score;
@@ -152,11 +156,22 @@ struct ChangedWeights : BackwardScores<Config> {
         return (score_);
       }
     }
-    // Return the sums to which the elements of a thread are added.
+    // Return the sums to which a thread's element is added.
     template <class Form>
-    static CUFLASH_DEVICE auto& sums_of_scores(Sums& sums) {
+    static CUFLASH_DEVICE auto& sums_of_score(Sums& sums, int i, int j) {
       if constexpr (kIsSame<Form, OfUniform>) return sums.of_uniform;
+      else if constexpr (Score::kSumsByDistance) return sums.of_distances.at(i, j % 4);
       else return sums.of_score;
+    }
+    // Add the sums of the diagonals of 16 queries to memory, and clear them. Called by whole warps.
+    template <class Form>
+    CUFLASH_DEVICE void flush_distances(Sums& sums, int k) const {
+      if constexpr (Score::kSumsByDistance && !kIsSame<Form, OfUniform>) {
+        const T sum = sums.of_distances.of_lane();
+        sums.of_distances = {};
+        // the sum of a diagonal outside of the matrix of scores is 0
+        if (sum != 0) score_.flush_distance(of_tile_, 0, distance_ - 16 * k + sums.of_distances.distance(), sum);
+      }
     }
 
     // The values that the scores of a query share, and the query's sums.
@@ -195,13 +210,13 @@ struct ChangedWeights : BackwardScores<Config> {
         typename Score::Derivatives slopes;
         const auto& function = function_at<Form>(i, j, words);
         function.value(of_tile_, column.of_query, of_key_[i], column.query, keys_[i].whole, T(0), slopes);
-        // Sums in bins are added without a branch, which would have to wait for each element.
-        constexpr bool kHasBins = Score::kNumBins > 0;
+        // Sums in bins and registers are added without a branch, which would have to wait for each element.
+        constexpr bool kAddsZeros = Score::kNumBins > 0 || Score::kSumsByDistance;
         const T kept_df = p.at(i, j) != 0 ? df.at(i, j) : T(0);
-        if (Score::kAddsGradients && (kHasBins || p.at(i, j) != 0))
+        if (Score::kAddsGradients && (kAddsZeros || p.at(i, j) != 0))
           function.add(of_tile_, column.of_query, of_key_[i], column.query, keys_[i].whole, T(0),
-                       kHasBins ? kept_df : df.at(i, j), slopes, sums.of_tile, column.sums, sums.of_key[i],
-                       sums_of_scores<Form>(sums));
+                       kAddsZeros ? kept_df : df.at(i, j), slopes, sums.of_tile, column.sums, sums.of_key[i],
+                       sums_of_score<Form>(sums, i, j));
         if constexpr (!Score::kIsShift) {
           // If the slope is finite, a P of 0 makes dS 0 without a test. If the whole tile has one slope, a single test
           // determines whether it is finite.
@@ -212,6 +227,7 @@ struct ChangedWeights : BackwardScores<Config> {
       attention::for_each_score<Tile>(
           4 * k, 4 * (k + 1), [&](int j) { return column(j); }, visit,
           [&](const Column& column) { flush_column(column); });
+      flush_distances<Form>(sums, k);
     }
 
     template <class Form, class IsSeen, class LseOf, class DeltaOf>
@@ -222,16 +238,18 @@ struct ChangedWeights : BackwardScores<Config> {
         attention::score_to_p_and_ds(s.at(i, j), dp.at(i, j), function_at<Form>(i, j, words), of_tile_, column.of_query,
                                      of_key_[i], column.query, keys_[i].whole, softmax_scale, column.lse_2,
                                      column.delta, is_seen(i, j), Score::kAddsGradients, sums.of_tile, column.sums,
-                                     sums.of_key[i], sums_of_scores<Form>(sums));
+                                     sums.of_key[i], sums_of_score<Form>(sums, i, j));
       };
       attention::for_each_score<Tile>(
           4 * k, 4 * (k + 1), [&](int j) { return ColumnWithStatistics{column(j), lse_2(j), delta(j)}; }, visit,
           [&](const Column& column) { flush_column(column); });
+      flush_distances<Form>(sums, k);
     }
 
     const Score& score_;
     typename Score::OfTile of_tile_;
     attention::PositionsOf<Score> queries_;
+    int distance_;  // of the first query from the warp's first key
     uint32_t array_address_;  // address of the rows, in the step's elements, that the thread reads for its warp
     bool is_uniform_ = false;
     typename Score::OfUniform uniform_;

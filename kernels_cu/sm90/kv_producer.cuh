@@ -11,12 +11,12 @@ namespace cuflash::sm90 {
 template <class Config>
 struct KvProducer : KvTileScheduler<Config> {
   using Base = KvTileScheduler<Config>;
-  using typename Base::ChosenArgument, typename Base::Element, typename Base::Listed, typename Base::OperandElement,
-      typename Base::PagesArgument, typename Base::SmemArray, typename Base::StepMessage,
-      typename Base::TangentsArgument, typename Base::Walk, typename Base::WorkTileInfo;
+  using typename Base::ChosenArgument, typename Base::Element, typename Base::KvIterator,
+      typename Base::OperandElement, typename Base::PagesArgument, typename Base::SmemArray,
+      typename Base::StepMessage, typename Base::TangentsArgument, typename Base::WorkTileInfo;
   using Base::array_slot, Base::array_smem, Base::do_dot_smem, Base::do_smem, Base::kBlockKv, Base::kBlockQ, Base::kFetchesTileEarly,
       Base::kLoadsDo, Base::kLoadsV, Base::kMarksMasked, Base::kNumConsumers, Base::kNumFlags, Base::kPacksQueries,
-      Base::kQOperands, Base::k_dot_smem, Base::k_smem, Base::phase_of, Base::q_dot_smem, Base::q_phase_of,
+      Base::kQOperands, Base::kVisitsLastFirst, Base::k_dot_smem, Base::k_smem, Base::phase_of, Base::q_dot_smem, Base::q_phase_of,
       Base::q_smem, Base::q_stage_of, Base::shared, Base::stage_of, Base::tile_info_index, Base::v_dot_smem, Base::v_smem,
       Base::wait_tile_info;
 
@@ -186,8 +186,8 @@ struct KvProducer : KvTileScheduler<Config> {
     copy.start((&maps.q)[kOperand], slot);
   }
 
-  // Return the flags of a step for a warpgroup. Later entries of a list may be anywhere, so with a list only the tile's
-  // last block is known to be the warpgroup's last one.
+  // Return the flags of a step for a warpgroup. Only in steps from the first keys to the last, a warpgroup may see no
+  // key of the following ones. Later entries of a list may be anywhere.
   static CUFLASH_DEVICE int step_flags(const attention::Params& params, const attention::KvBlock& block,
                                        const GroupVisitRange& group_range, bool is_shifted, bool is_last_of_tile) {
     using attention::BlockKind;
@@ -196,7 +196,7 @@ struct KvProducer : KvTileScheduler<Config> {
         block.stop <= group_range.full_stop)
       group_block.kind = BlockKind::kFull;
     const bool is_unmasked = !is_shifted && attention::is_unmasked<kBlockKv>(group_block);
-    const bool is_last = is_last_of_tile || (!Config::kIsListed && block.stop >= group_range.stop);
+    const bool is_last = is_last_of_tile || (!Config::kIsListed && !kVisitsLastFirst && block.stop >= group_range.stop);
     // where lse is final, the exponent of P includes the sign
     const bool needs_negation = !kMarksMasked && attention::LazySoftmax<2>::needs_negation(params.shape.softmax_scale);
     return (is_unmasked && !needs_negation) * StepMessage::kUnmasked + is_last * StepMessage::kLastForWarpgroup +
@@ -236,7 +236,7 @@ struct KvProducer : KvTileScheduler<Config> {
         for (int i = 1; i < kQOperands; ++i) tile::arrive(q.full);
         return tile::arrive(q.full);
       }
-      BlockIterator<kBlockKv, Walk, Listed> blocks(params, tile_info.visit_range);
+      KvIterator blocks(params, tile_info.visit_range);
       KvBlock block;
       const uint64_t own = queries_of_lane(chosen, tile_info.work);
       for (bool is_first = true; blocks.next(block); is_first = false) {
@@ -288,7 +288,7 @@ struct KvProducer : KvTileScheduler<Config> {
     for (unsigned num_tiles_done = 0;; ++num_tiles_done) {
       const WorkTileInfo& tile_info = wait_tile_info(num_tiles_done);
       if (tile_info.is_end) return;
-      BlockIterator<kBlockKv, Walk, Listed> blocks(params, tile_info.visit_range);
+      KvIterator blocks(params, tile_info.visit_range);
       bool is_first = true;
       for (KvBlock block; blocks.next(block); ++num_blocks, is_first = false)
         visit(tile_info, block, num_blocks, is_first);

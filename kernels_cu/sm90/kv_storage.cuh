@@ -51,6 +51,10 @@ struct KvStorage : Constants<Config> {
   using Walk = tile::Conditional<kPacksQueries, attention::OverUnions, attention::OverKvBlocks>;
   static_assert(!kPacksQueries || (kNumConsumers == 1 && Config::kIsListed && !kHasScore && !Config::kHasDropout),
                 "flags of a warp assume that its rows need only masks");
+  // Whether steps go from the last keys to the first. Scores that depend on the distance usually fall with it. Under a
+  // causal mask, the maxima of the first steps are then those of the tile; in the other order, they rise in each step.
+  static constexpr bool kVisitsLastFirst = score::Function::kNeedsDistancesAlone && !Config::kIsListed;
+  using KvIterator = attention::BlockIterator<kBlockKv, Walk, typename Base::Listed, kVisitsLastFirst>;
   static constexpr bool kLoadsDo = Config::kIsBackward;  // dO is loaded with Q
   // Without tangents of scores, the weights of a forward pass are multiplied by the tangent of V alone.
   static constexpr bool kLoadsV =
@@ -135,7 +139,7 @@ struct KvStorage : Constants<Config> {
       kNoMember = 256
     };
     attention::KvBlock block;
-    int unread_start;  // keys before this one belong to the previous step
+    int unread_start;  // keys before this one belong to another step
     int flags[kNumFlags];
   };
 

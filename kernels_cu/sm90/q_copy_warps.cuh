@@ -14,7 +14,7 @@ struct QCopyWarps : GatheredQueries<Config> {
   using typename Base::ChosenArgument, typename Base::Element, typename Base::HeadWork, typename Base::PipelineState, typename Base::QueryStats,
       typename Base::SharedStorage, typename Base::StageQueries, typename Base::StepMessage;
   using Base::array_smem, Base::do_phase, Base::do_smem, Base::do_stage, Base::kBlockKv, Base::kBlockQ,
-      Base::kCopyThreads, Base::kDoStages, Base::kIsWide, Base::kKeyWords, Base::kNumStages, Base::kQueryWords,
+      Base::kClearsHiddenGradient, Base::kCopyThreads, Base::kDoStages, Base::kIsWide, Base::kKeyWords, Base::kNumStages, Base::kQueryWords,
       Base::k_phase, Base::k_smem, Base::kLargestPlainLse2, Base::load_operand, Base::q_smem, Base::shared, Base::v_smem, Base::visible_keys;
 
   static_assert(kIsWide || kBlockQ % kCopyThreads == 0,
@@ -156,6 +156,17 @@ struct QCopyWarps : GatheredQueries<Config> {
     tile::copy<kCopyThreads>(tile::TmaBoxes(array_smem(stage)), part, thread, [](int) { return true; });
   }
 
+  // Set the elements of a stored gradient to 0 that a step clears. Called by all copy warps.
+  template <class Score>
+  static CUFLASH_DEVICE void clear_hidden_gradient_of_step(const attention::Params& params, const Score& score,
+                                                           const attention::WorkTile& work, int first_query,
+                                                           int thread) {
+    const attention::Interval own = visited_queries<kBlockQ>(params, work.batch_head, work.first, work.last);
+    const int num_steps = (own.hi - own.lo + kBlockQ - 1) / kBlockQ;
+    clear_hidden_gradient<kCopyThreads, kBlockQ, kBlockKv>(params, score, work, (first_query - own.lo) / kBlockQ,
+                                                           num_steps, thread);
+  }
+
   // Run a copy warp: compute the row masks of each step, copy the operands that the step's message assigns to threads,
   // and start the copies of K and V.
   template <class Score>
@@ -214,6 +225,9 @@ struct QCopyWarps : GatheredQueries<Config> {
       if (message.is(StepMessage::kThreadsCopyDo))
         copy_queries(params, chosen, params.do_, message, shape.value_dim, do_smem(do_stage(state)), thread(),
                      state.stage);
+      if constexpr (kClearsHiddenGradient)  // before the arrival, after which the message may change
+        if (params.work.lo == nullptr)
+          clear_hidden_gradient_of_step(params, score, work().tile, message.block.start, thread());
       tile::arrive(smem.d_o[do_stage(state)].full);
     }
   }

@@ -1,4 +1,5 @@
 #pragma once
+#include <sm90/hidden_gradient.cuh>
 #include <sm90/q_storage.cuh>
 
 // The first warp of the producer warpgroup: it takes tiles of keys, determines the blocks of queries that attend to
@@ -14,6 +15,9 @@ struct QProducer : QStorage<Config> {
   using typename Base::Element, typename Base::HeadWork, typename Base::Listed, typename Base::PipelineState,
       typename Base::QueryIterator, typename Base::QueryStats, typename Base::SharedStorage, typename Base::SmemArray,
       typename Base::StepMessage;
+
+  // Whether producer warps set the elements of a stored gradient to 0 that a band hides.
+  static constexpr bool kClearsHiddenGradient = score::Function::kStoresGradient && !Config::kIsListed;
 
   // Return the end of the keys in the slots of a tile. If sequences are cut, the keys past a short tile belong to the
   // next sequence.
@@ -88,6 +92,16 @@ struct QProducer : QStorage<Config> {
     if (to.is_accumulator)
       tile::clear(matrix<float>(to, work.batch_head, head, work.last, num_columns).rows(work.first, work.last));
     else tile::clear(matrix<Element>(to, work.batch_head, head, work.last, num_columns).rows(work.first, work.last));
+  }
+
+  // Set the elements of a stored gradient to 0 that the steps of a tile would clear; the tile has no step. `work` has
+  // the last of the heads that share its keys. Called by a warp.
+  template <class Score>
+  static CUFLASH_DEVICE void clear_hidden_gradient_of_tile(const attention::Params& params, const Score& score,
+                                                           attention::WorkTile work) {
+#pragma unroll 1
+    for (int head = 0; head < params.shape.group_size; ++head, --work.batch_head.head)
+      clear_hidden_gradient<32, kBlockQ, kBlockKv>(params, score, work, 0, 1, ptx::lane());
   }
 
   // Advance to the block's next tile, and store it. Return false if no tile is left. Called by the first warp.
@@ -320,6 +334,8 @@ struct QProducer : QStorage<Config> {
       }
     }
     if (has_k) return;
+    if constexpr (kClearsHiddenGradient)
+      if (params.work.lo == nullptr) clear_hidden_gradient_of_tile(params, score, smem.works[work_slot].tile);
     write_empty_rows(params, params.dk, smem.works[work_slot].tile, shape.head_dim);
     write_empty_rows(params, params.dv, smem.works[work_slot].tile, shape.value_dim);
   }

@@ -81,14 +81,18 @@ def test_kernels_stage_arrays_that_are_as_large_as_the_scores() -> None:
 
 
 def check_zeros(library: Any) -> None:
-    """Check that stored gradients are zeroed only if a mask hides scores, and added ones always."""
+    """Check that stored gradients are zeroed only if a mask other than a band hides scores, and added ones always."""
     q, array = library.ShapeDtype((4, 512, 128), HALF), library.ShapeDtype((4, 512, 512), HALF)
-    for kernel, causal, dtype, zeroed in (
-        ("sm90", False, HALF, ()), ("sm90", True, HALF, ("dscore.bias",)),
-        ("sm80", False, np.dtype(np.float32), ("dscore.bias",)),
+    causal, lengths, blocks = (
+        library.masks.Causal(), library.masks.Lengths(kv=500),
+        library.masks.BlockPattern(np.tri(4, dtype=bool), 128),
+    )  # fmt: skip
+    for kernel, mask, dtype, zeroed in (
+        ("sm90", None, HALF, ()), ("sm90", causal, HALF, ()), ("sm90", causal & lengths, HALF, ("dscore.bias",)),
+        ("sm90", blocks, HALF, ("dscore.bias",)), ("sm80", None, np.dtype(np.float32), ("dscore.bias",)),
     ):  # fmt: skip
         options = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": kernel}
-        plan = library.plan(q, q, q, bias=array, wrt="bias", causal=causal, **options)._plan
+        plan = library.plan(q, q, q, bias=array, wrt="bias", mask=mask, **options)._plan
         assert plan.kernels.backward.zeroed == zeroed
         assert plan.gradients_made["dscore.bias"] == library.ShapeDtype((4, 512, 512), dtype)
 
@@ -110,13 +114,13 @@ LAYOUTS = {
 }
 
 
-def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136) -> Example:
+def problem(mask: Any, dim: int = 72, seqlen_kv: int = 136, seqlen_q: int = 200) -> Example:
     """Return an example with a bias that is -inf in some elements, and in entire rows of every seventh query."""
     structure = Structure(
-        q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=seqlen_kv,
+        q_batch=(2,), k_batch=(2,), v_batch=(2,), num_heads=2, num_kv_heads=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
         head_dim=dim, value_dim=dim, dtype="float16", mask=mask,
     )  # fmt: skip
-    array = np.random.default_rng(5).standard_normal((2, 2, 200, seqlen_kv))
+    array = np.random.default_rng(5).standard_normal((2, 2, seqlen_q, seqlen_kv))
     array[..., ::7, :] = array[..., 5] = -np.inf
     return structure.example().but(score=scores.bias(array.astype(np.float16)), wrt=("bias",))
 
@@ -213,12 +217,28 @@ def test_the_layout_of_a_bias_changes_no_bit(run: Run) -> None:
     check_layouts(run)
 
 
+def nan_filled(shape: Any, dtype: Any = float, *args: Any, **options: Any) -> Any:
+    """Return an array as `np.empty` does; arrays of float16 hold NaN instead of arbitrary numbers."""
+    array = np.zeros(shape, dtype, *args, **options)
+    if array.dtype == HALF:
+        array.fill(np.nan)
+    return array
+
+
 def check_hidden(run: Run) -> None:
-    """Check that gradients of hidden elements are 0, both in visited tiles and in skipped ones."""
-    example = problem(masks.Band(-20, 20))
-    gradient = everything(run, example)["others"]["bias"]
-    assert not gradient[np.broadcast_to(~example.allowed, gradient.shape)].any()
-    assert gradient.any()
+    """Check that gradients of hidden elements are 0: in visited tiles, in skipped ones, and if no query sees a key.
+
+    Results start as numbers other than 0, on a GPU because of CUFLASH_CHECK.
+    """
+    for mask, sizes in (
+        (masks.Band(-20, 20), {}), (masks.Causal("top_left"), {"seqlen_q": 70, "seqlen_kv": 264}),
+        (masks.Causal("bottom_right"), {"seqlen_q": 300}),
+    ):  # fmt: skip
+        example = problem(mask, **sizes)
+        with patch("numpy.empty", nan_filled), patch.dict("os.environ", CUFLASH_CHECK="1"):
+            gradient = everything(run, example)["others"]["bias"]
+        assert not gradient[np.broadcast_to(~example.allowed, gradient.shape)].any()
+        assert gradient.any() and np.isfinite(gradient).all()
 
 
 @on_sm90

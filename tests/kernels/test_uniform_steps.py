@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuflash.masks.shape import MaskShape
 from cuflash.scores.program import depends
-from cuflash.scores.uniform import uniform
+from cuflash.scores.uniform import of_distance, uniform
 from cuflash.scores.values import Operands, run as evaluated
 from cuflash.testing import Structure, assert_within_bounds
 from cuflash.testing.formulas import formulas
@@ -29,12 +29,19 @@ NEAR = Score(lambda s, b, h, i, j, near: s + near[h, np.clip(j - i, -4, 4) + 4],
 
 def check_directions(library: Any) -> None:
     """Check which index expressions of functions with a table of 100 elements are monotone, and in which directions."""
-    uniform = importlib.import_module(f"{library.__name__}.scores.uniform").uniform
+    module = importlib.import_module(f"{library.__name__}.scores.uniform")
+
+    def program(index: Any) -> Any:
+        table = np.zeros(100, np.float32)
+        return library.scores.Score(lambda s, b, h, i, j, table: s + table[index(h, i, j)], table=table).program
 
     def directions(index: Any) -> list[tuple[int, int]]:
-        table = np.zeros(100, np.float32)
-        score = library.scores.Score(lambda s, b, h, i, j, table: s + table[index(h, i, j)], table=table)
-        return sorted(map(tuple, uniform(score.program).roots.values()))
+        return sorted(map(tuple, module.uniform(program(index)).roots.values()))
+
+    def is_distance(index: Any) -> bool:
+        instructions = program(index).instructions
+        (load,) = (n for n, each in enumerate(instructions) if each.op == "load")
+        return load in module.of_distance(program(index))
 
     assert directions(lambda h, i, j: np.clip(j - i, 0, 9)) == [(-1, 1)]
     assert directions(lambda h, i, j: np.clip(3 * i - -2 * j, 0, 9)) == [(1, 1)]
@@ -46,6 +53,10 @@ def check_directions(library: Any) -> None:
     for never in (np.abs, lambda x: x % 7, lambda x: x * x):
         assert directions(lambda h, i, j, never=never: np.clip(never(i - j), 0, 9)) == []
     assert directions(lambda h, i, j: i) == []
+    for distance in (lambda i, j: j - i, lambda i, j: 9 + abs(i - j) % 7, lambda i, j: np.clip(i - j, -3, 3) + 3):
+        assert is_distance(lambda h, i, j, index=distance: index(i, j) + 2 * h)
+    for other in (lambda i, j: i, lambda i, j: i + j, lambda i, j: i - j + j, lambda i, j: abs(i - j) * i):
+        assert not is_distance(lambda h, i, j, index=other: index(i, j))
 
 
 def test_integers_that_are_monotone_are_found() -> None:
@@ -72,6 +83,8 @@ def test_values_are_uniform_where_their_roots_are_equal_at_two_corners(formula: 
         query, key = (0 if (sign >= 0) != bool(end) else -1 for sign in results.roots[n])
         return values[n][query, key]
 
+    for n in of_distance(program):
+        np.testing.assert_array_equal(values[n][:-1, :-1], values[n][1:, 1:])
     for n in results.roots:
         assert corner(n, 0) == values[n].min() and corner(n, 1) == values[n].max()
     if all(corner(n, 0) == corner(n, 1) for n in results.roots):
@@ -122,11 +135,34 @@ def check_clipped(run: Run, dim: int = 72) -> None:
         lambda s, b, h, i, j, near, slope: s * (1 + near[h, np.clip(j - i, -4, 4) + 4]) + slope[h] * np.abs(i - j),
         near=TABLE / 8, slope=np.array([0.01, -0.02], np.float32),
     )  # fmt: skip
-    long = Score(NEAR.function, near=np.tile(TABLE, (1, 4)))  # a table with more elements than a lane has bins
     plain = run.rounded(structure.example())
-    for score in (NEAR, mixed, long):
+    for score in (NEAR, mixed):
         example = plain.but(score=score, wrt=tuple(score.arrays))
         assert_within_bounds(example, **everything(run, example))
+
+
+def check_distances(run: Run, dim: int = 72) -> None:
+    """Check tables with more elements than a lane has bins, whose gradients are summed by distance.
+
+    One is clipped, so that some steps read one element. The other is as long as all distances, and the slopes depend on
+    the scores.
+    """
+    structure = Structure(
+        num_heads=2, num_kv_heads=1, seqlen_q=200, seqlen_kv=300, head_dim=dim, value_dim=dim, dtype="float16",
+        mask=masks.SlidingWindow(150, 120, "bottom_right"),
+    )  # fmt: skip
+    clipped = Score(NEAR.function, near=np.tile(TABLE, (1, 4)))
+    every = np.random.default_rng(3).standard_normal((2, 500)).astype(np.float32)
+    bent = Score(lambda s, b, h, i, j, every: np.tanh(s) * every[h, j - i + 200], every=every)
+    plain = run.rounded(structure.example())
+    for score in (clipped, bent):
+        example = plain.but(score=score, wrt=tuple(score.arrays))
+        assert_within_bounds(example, **everything(run, example))
+
+
+@on_sm90
+def test_sums_by_distance_are_within_their_bounds(run: Run) -> None:
+    check_distances(run)
 
 
 @on_sm90

@@ -309,7 +309,7 @@ FAULTS = {
             "executors/launch.py", "BoundPass.__call__", "self._target.set_zero(arrays[i])", "pass"
         ),
         "slopes of arrays are those of the score": Edit(
-            "compiler/score_text.py", "Printer.part", 'f"df * slopes.d{place + 1}"', 'f"df * slopes.d{place}"'
+            "compiler/score_text.py", "Printer.part", 'f"slopes.d{place + 1}"', 'f"slopes.d{place}"'
         ),
         "the forward kernel applies no score function": Edit(
             "planning/families/simt.py", None,

@@ -37,6 +37,13 @@ FAULTS = {
         "the softmax scale is not among the factors": Edit(
             SCORE, "prepare", "work.batch_head.head, softmax_scale)", "work.batch_head.head)"
         ),
+        "all keys of a tile are in its first step": Edit(
+            "attention/block_iterator.cuh", "BlockIterator.next",
+            "position_ + (end_ - position_ - 1) / Width * Width", "position_",
+        ),
+        "a warpgroup's first step of a reversed tile is its last": Edit(
+            "sm90/kv_producer.cuh", "step_flags", "!kVisitsLastFirst &&", ""
+        ),
         "products are scaled before too": Edit(
             SCORE, "apply_to_each", "Score::kTakesProducts ? s.at(i, j) :", "false ? s.at(i, j) :"
         ),

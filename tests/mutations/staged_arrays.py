@@ -11,7 +11,7 @@ from mutations.planting import Edit
 from test_staged_arrays import (
     check_hidden, check_layouts, check_maps, check_masks, check_plans, check_schedules, check_unaligned, check_zeros
 )  # fmt: skip
-from test_uniform_steps import check_bins, check_clipped, check_directions
+from test_uniform_steps import check_bins, check_clipped, check_directions, check_distances
 
 SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions with which a guard reports a fault
 _HOPPER = replace(SIM, kernel="sm90")
@@ -42,6 +42,10 @@ def uniform_steps_are_right() -> None:
     check_clipped(_HOPPER)
 
 
+def sums_by_distance_are_right() -> None:
+    check_distances(_HOPPER)
+
+
 def arrays_are_staged_where_they_can_be(library: ModuleType) -> None:
     check_plans(library)
 
@@ -62,7 +66,7 @@ def monotone_integers_are_found(library: ModuleType) -> None:
     check_directions(library)
 
 
-BINS = "tile/thread_bins.cuh"
+BINS, DIAGONALS, HIDDEN = "tile/thread_bins.cuh", "tile/diagonal_sums.cuh", "sm90/hidden_gradient.cuh"
 STAGED, WEIGHTS, PRODUCER = "sm90/staged_array.cuh", "sm90/changed_weights.cuh", "sm90/kv_producer.cuh"
 FAULTS = {
     staged_results_are_right: {
@@ -122,6 +126,23 @@ FAULTS = {
         "a gradient is stored where another step's is": Edit(
             WEIGHTS, "store_gradient", "all.at(queries.first, keys.first)", "all.at(keys.first, keys.first)"
         ),
+        "a step clears what the next one clears": Edit(
+            HIDDEN, "clear_hidden_gradient", "split_start(num_hidden, part, num_parts)",
+            "split_start(num_hidden, part + 1, num_parts)",
+        ),
+        "the last, short tile has no opposite": Edit(
+            HIDDEN, "clear_hidden_gradient", "(length - 1) / BlockKv * BlockKv", "(length / BlockKv - 1) * BlockKv"
+        ),
+        "queries after the visited ones keep what was there": Edit(
+            HIDDEN, "clear_hidden_gradient", "params.shape.seqlen_q - (visited.hi - visited.lo)", "visited.lo"
+        ),
+        "a tile without steps clears nothing": Edit(
+            "sm90/q_producer.cuh", "load_tile",
+            "clear_hidden_gradient_of_tile(params, score, smem.works[work_slot].tile);", ";",
+        ),
+        "a tile without steps clears the elements of one head": Edit(
+            "sm90/q_producer.cuh", "clear_hidden_gradient_of_tile", "--work.batch_head.head", "true"
+        ),
     },
     uniform_steps_are_right: {
         "the first and the last query make a tile": Edit(
@@ -139,6 +160,21 @@ FAULTS = {
         "a head's sums are added again": Edit(BINS, "start", "bins[32 * element + ptx::lane()] = 0;", ""),
         "a lane adds up its own bins": Edit(BINS, "flush", "(ptx::lane() + lane) % 32", "ptx::lane()"),
         "the last sums are lost": Edit(WEIGHTS, "finish_sums", "score.finish_bins(bins_of_warp(), of_steps);", ";"),
+    },
+    sums_by_distance_are_right: {
+        "all queries of a step are as far as the first ones": Edit(WEIGHTS, "flush_distances", "- 16 * k", ""),
+        "a warp counts from the first key of its tile": Edit(
+            WEIGHTS, "StepScore", "positions.keys.first + Tile::warp_row() - positions.queries.first",
+            "positions.keys.first - positions.queries.first",
+        ),
+        "sums of a step are added again": Edit(WEIGHTS, "flush_distances", "sums.of_distances = {};", ""),
+        "blocks on a diagonal are on the other one": Edit(DIAGONALS, "at", "i - j / 2 + 1", "j / 2 - i + 1"),
+        "elements in odd columns are added to their row": Edit(DIAGONALS, "of_lane", "(lane + 4) % 32", "lane"),
+        "lanes that have other diagonals are added": Edit(DIAGONALS, "of_lane", "2 * (other - pair)", "(other - pair)"),
+        "a lane keeps what it gives": Edit(
+            DIAGONALS, "of_lane", "keeps_second ? halves[0] : halves[1]", "keeps_second ? halves[1] : halves[0]"
+        ),
+        "blocks of a lane are one further": Edit(DIAGONALS, "part", "first() - parity < 8", "first() < 8"),
     },
     tables_have_bins: {
         "one of two tables has bins": Edit("planning/score_bins.py", "num_bins", "len(loads) != 1", "not loads"),
@@ -158,10 +194,14 @@ FAULTS = {
     },
     zeros_are_planned: {
         "hidden elements keep what was there": Edit(
-            "planning/plan.py", "_visits_all", "work.band == Band(None, None)", "True"
+            "planning/plan.py", "_is_band", "work.band is not None", "True"
         ),
     },
     monotone_integers_are_found: {
+        "a sum is a distance": Edit("scores/uniform.py", "of_distance", 'each.op == "sub" and', ""),
+        "what depends on the query too is a distance": Edit(
+            "scores/uniform.py", "of_distance", "distances.issuperset(varying)", "not distances.isdisjoint(varying)"
+        ),
         "what is subtracted keeps its direction": Edit(
             "scores/_primitives.py", None, "trend=lambda a, b: (1, -1)", "trend=lambda a, b: (1, 1)"
         ),

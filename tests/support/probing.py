@@ -711,6 +711,15 @@ def bulk() -> Launch:
     )  # fmt: skip
 
 
+def diagonals() -> Launch:
+    numbers = np.random.default_rng(11).integers(-9, 10, (16, 16)).astype(np.float32)
+    return Launch(
+        name="diagonals", file="diagonals", entry="diagonals", block=32,
+        arguments=(numbers, np.full(32, np.nan, np.float32)),
+        expected={1: Expected(np.array([np.trace(numbers, -distance) for distance in range(-16, 16)], np.float32))},
+    )  # fmt: skip
+
+
 def turns(places: int, num_tiles: int, num_groups: int, ahead: int, behind: int) -> Launch:
     order = finishing_order(DqSemaphoreOrder(places, ahead, behind, 0), num_groups, num_tiles)
     numbers = (places, num_tiles, num_groups, ahead, behind)
@@ -1055,6 +1064,7 @@ LAUNCHES = (
     *(tile_stores(adds, *case) for case in TILES for adds in (False, True)),
     *map(chunk_stores, (1, 20, 64)),
     bulk(),
+    diagonals(),
     ring(),
     *(turns(*way) for way in ((1, 2, 4, 0, 1), (3, 5, 9, 2, 3), (4, 8, 6, 0, 4), (5, 3, 8, 1, 2), (2, 9, 7, 3, 4))),
     counts(),
