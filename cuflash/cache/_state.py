@@ -91,20 +91,13 @@ class CacheState:
         refuse(excess_reasons(news, num_rows))
         return news
 
-<<<<<<< HEAD
-    @property
-    def reads_lengths(self) -> bool:
-        """True if calls check lengths; those on a device only with CUFLASH_CHECK, since that waits for the device."""
-        return not self.is_counted_on_device or checks.is_on() and not is_capturing()
-=======
     def queried(self, counts: Counts | None, num_rows: int) -> Counts:
         """Return the number of queries of each sequence, after checking that it does not have more than tokens.
->>>>>>> h-noticed
 
-    def queried(self, counts: Counts | None, num_rows: int) -> Counts:
-        """Return the number of queries of each sequence, after checking that it does not have more than tokens."""
+        If the device counts tokens, the check runs only with CUFLASH_CHECK, since it waits for the device.
+        """
         news = self.counted(counts, num_rows)
-        if self.reads_lengths:
+        if not self.is_counted_on_device or checks.is_on() and not is_capturing():
             lengths = self.lengths_now()
             if num_rows > min(lengths):
                 require_appended(news, lengths, has_counts=counts is not None)

@@ -10,24 +10,15 @@ from .kv_cache import KVCache
 
 
 def require_tokens(cache: KVCache, num_queries: int) -> None:
-<<<<<<< HEAD
-    """Refuse more queries than a sequence has tokens; an empty sequence may be idle.
-=======
     """Refuse more queries than a sequence has tokens, if the host counts these; an empty sequence may be idle.
->>>>>>> h-noticed
 
     Raises
     ------
     UnsupportedProblem
         A sequence has fewer tokens than queries, and is not empty.
     """
-<<<<<<< HEAD
-    if cache._state.reads_lengths:
-        lengths = cache._state.lengths_now()
-=======
     if not cache._state.is_counted_on_device:
         lengths = cache._state.lengths
->>>>>>> h-noticed
         require_appended([num_queries if length else 0 for length in lengths], lengths, has_counts=False)
 
 

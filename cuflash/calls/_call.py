@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from operator import attrgetter
 from typing import TypeAlias
 
-from ..arrays import Array, Namespace, ShapeDtype, describe, flag_reasons, is_array, is_int, namespace
+from ..arrays import Array, Namespace, ShapeDtype, describe, flag_reasons, is_array, namespace
 from ..blocks.work_list import requested_mask
 from ..compiler import nvrtc
 from ..errors import collecting, refuse
@@ -274,13 +274,8 @@ def _posed(
     reasons, resolved = list[str](), None
     problem = problem_of(reasons, q, k, v, scale=options.scale, precision=precision)
     place_reasons = list[str]()
-<<<<<<< HEAD
-    is_at_start = all(is_int(start) and start == 0 for start in (options.q_start, options.kv_start))
-    if problem is not None and (options.places or not is_at_start):
-=======
     starts = options.q_start, options.kv_start
     if problem is not None and (options.places or {*map(type, starts)} != {int} or any(starts)):
->>>>>>> h-noticed
         places = options.places or Places(options.q_start, options.kv_start)
         place_reasons = places.reasons(problem.mask_shape)
         problem = problem if place_reasons else replace(problem, places=places)

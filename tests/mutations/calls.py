@@ -157,11 +157,7 @@ FAULTS = {
     },
     refuses(attends(q_start=False), "q_start must be an int from 0 to 1073741824; got False"): {
         "a start may be what compares equal to 0": Edit(
-<<<<<<< HEAD
-            "calls/_call.py", "_posed", "all(is_int(start) and start == 0", "all(start == 0"
-=======
             "calls/_call.py", "_posed", "{*map(type, starts)} != {int} or", ""
->>>>>>> h-noticed
         ),
     },
     takes(lambda library: library.BlockIndex.from_mask(library.masks.Causal(), 8, 8, 4, num_heads=0).num_entries): {
