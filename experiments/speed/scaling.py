@@ -15,10 +15,11 @@ of a rank, with all arguments and results, and `formula_mb` is `workspace_bytes`
 context_parallel on as many processes over NCCL, without multicast, by the fastest of its backends.
 
 Expect: 0.95 and more of linear speed at 64k tokens on 2 GPUs, less on 8, least for short windows.
-Found:  on two H200, causal, 32 / 8 heads: both passes reach 0.92 of linear speed at 16k tokens and 0.95 at 64k, the
-forward pass 0.72 and 0.91; documents reach 0.91 at 64k, and lists 0.98. With 16 / 16 heads, both passes reach 0.65 and
-0.90. The host takes 0.8 to 2.2 ms to queue a forward pass of both ranks. By the model, one thread that queues the
-copies of 8 ranks limits them to 0.65 forward at 64k. A rank's peak is half of one GPU's and what the formula says.
+Found:  on two H200, causal, 32 / 8 heads: both passes reach 0.92 of linear speed at 16k tokens and 0.97 at 64k, the
+forward pass 0.78 and 0.90; at 64k, documents reach 0.94 and lists 1.02, at 16k 0.67 and 0.55. With 16 / 16 heads, both
+passes reach 0.67 and 0.93. With 32k tokens on each GPU, they reach 0.95 and 0.91 of one GPU's speed. The host takes 0.7
+to 1.8 ms to queue a forward pass of both ranks. By the model, one thread that queues the copies of 8 ranks limits them
+to 0.69 forward at 64k. A rank's peak is half of one GPU's and what the formula says.
 
 Cost: The model: ten seconds of a core. With --gpu: a minute of the GPUs.
 """
