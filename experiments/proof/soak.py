@@ -419,7 +419,8 @@ def run(config: Config, path: Path) -> tuple[list[Record], list[str]]:
                 failures.append(f"{batch}: {type(error).__name__}: {error}")
                 continue
             failures += drawn.outside
-            print(f"{batch.executor} {batch.dtype} {batch.number}: {len(drawn.outside)} outside", *drawn.outside, sep="\n")
+            heading = f"{batch.executor} {batch.dtype} {batch.number}: {len(drawn.outside)} outside"
+            print(heading, *drawn.outside, sep="\n")
             sys.stdout.flush()
             ledger.add(drawn)
 
