@@ -332,8 +332,7 @@ struct QProducer : QStorage<Config> {
         if (ptx::elect_one())
           load_operand(tile::TmaBoxes(do_smem(do_stage(state))), maps.do_, head_work.do_coords, block.start, d_o,
                        message.is(StepMessage::kThreadsCopyDo));
-        state = state.next();
-        has_sent_step = true;
+        state = state.next(), has_sent_step = true;
       }
     }
     if (has_k) return;
