@@ -303,21 +303,19 @@ class Printer:
         """True if several scores of a thread may read the same element: its indices lack the query or the key."""
         return not {"i", "j"} <= {self.program.instructions[a].op for a in self.program.instructions[n].args}
 
-    def part(self, place: int, adds_zeros: bool) -> str:
-        """Return a score's term of an array's gradient. If `adds_zeros`, a dF of 0 times an infinite slope is 0."""
+    def part(self, place: int, adds_zeros: bool = False) -> str:
+        """Return a score's term of an array's gradient. With bins or `adds_zeros`, a dF of 0 times infinity is 0."""
         is_finite = self.program.instructions[self.program.results[place + 2]].op == "const"
         slope = f"slopes.d{place + 1}"
-        return f"df_times(df, {slope})" if adds_zeros and not is_finite else f"df * {slope}"
+        return f"df_times(df, {slope})" if (adds_zeros or self.num_bins) and not is_finite else f"df * {slope}"
 
     def _addition(self, place: int, n: int) -> str:
         """Return a statement that adds a score's term to the gradient of the element that a load reads."""
         if self.num_bins:
             index = self._named(self.program.instructions[n].args[-1], "score")
-            return f"    of_score.g{place}.add(bins_of_warp(), {index}, {self.part(place, True)});"
-        address, x = self.address(n, "score"), self.part(place, False)
-        if self._repeats(n):
-            return f"    of_score.g{place}.add({address}, {x});"
-        return f"    tile::add({address}, {x});"
+            return f"    of_score.g{place}.add(bins_of_warp(), {index}, {self.part(place)});"
+        address, x = self.address(n, "score"), self.part(place)
+        return f"    of_score.g{place}.add({address}, {x});" if self._repeats(n) else f"    tile::add({address}, {x});"
 
     def _additions(self) -> list[str]:
         arguments = (
@@ -326,8 +324,7 @@ class Printer:
         sums = "TileSums& of_tile, QuerySums& of_query, KeySums& of_key, ScoreSums& of_score"
         lines = [f"  CUFLASH_DEVICE void add({arguments}, {sums}) const {{"]
         for level in _LEVELS[:3]:
-            parts = ((place, self.part(place, bool(self.num_bins))) for place, _ in self.loads_of(level))
-            lines += [f"    of_{level}.g{place} += {part};" for place, part in parts]
+            lines += [f"    of_{level}.g{place} += {self.part(place)};" for place, _ in self.loads_of(level)]
         own = self.loads_of("score")
         if own:
             lines += self._indices([n for _, n in own])

@@ -28,7 +28,7 @@ class Printer(Protocol):
     def assignment(self, n: int, level: str) -> str: ...
     def address(self, n: int, level: str) -> str: ...
     def values(self, is_derived: bool) -> list[str]: ...
-    def part(self, place: int, adds_zeros: bool) -> str: ...
+    def part(self, place: int, adds_zeros: bool = False) -> str: ...
 
 
 class UniformText:
@@ -119,11 +119,11 @@ class UniformText:
         arguments = "const Tile& tile, const Query&, const Key&, int, int, T, T df, const Slopes& slopes"
         sums = f"TileSums& of_tile, QuerySums& of_query, KeySums& of_key, {parameter}"
         lines = [f"  CUFLASH_DEVICE void add({arguments}, {sums}) const {{"]
-        adds_zeros = self.sums_by_distance or bool(self._printer.num_bins)
         of = {"tile": "of_tile.g{}", "query": "of_query.g{}", "key": "of_key.g{}", "score": sum_of}
         for level, name in of.items():
             loads = self._printer.loads_of(level)
-            lines += [f"    {name.format(place)} += {self._printer.part(place, adds_zeros)};" for place, _ in loads]
+            parts = ((place, self._printer.part(place, self.sums_by_distance)) for place, _ in loads)
+            lines += [f"    {name.format(place)} += {part};" for place, part in parts]
         return [*lines, "  }"]
 
     def _additions(self, printer: Printer) -> list[str]:

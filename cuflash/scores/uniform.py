@@ -74,7 +74,7 @@ def of_distance(program: Program) -> frozenset[int]:
     >>> table = np.zeros(9, np.float32)
     >>> program = Score(lambda s, b, h, i, j, table: s + table[np.clip(j - i, -4, 4) + 4], table=table).program
     >>> [program.instructions[n].op for n in sorted(of_distance(program))]
-    ['sub', 'clip', 'add', 'load']
+    ['sub', 'max', 'min', 'add', 'load']
     """
     instructions, dependencies = program.instructions, depends(program)
     distances: set[int] = set()

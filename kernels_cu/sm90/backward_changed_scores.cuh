@@ -95,8 +95,7 @@ struct BackwardChangedScores : ChangedWeights<Config> {
             k, [&](int i, int j) { dp.at(i, j) = (kept.at(i, j) ? dp.at(i, j) : 0.0f) * dropout.single_factor; });
       if constexpr (kMakesPAndDsTogether) {
         step.make_p_and_ds(
-            s, dp, scale, [&](int i, int j) { return mask.at(i, j); },
-            lse_2,
+            s, dp, scale, [&](int i, int j) { return mask.at(i, j); }, lse_2,
             [&](int j) { return queries.delta()[Scores::column(j)]; }, k, sums);
       } else {
         if constexpr (!kMakesPEarly) make_changed_p(s, step, k, lse_2, mask, scale);

@@ -43,8 +43,8 @@ struct ChangedWeights : BackwardScores<Config> {
         : score_(score),
           of_tile_(score.of_tile(positions.batch_head.batch_index, positions.batch_head.head)),
           queries_(positions.queries, Tile::first_column()),
-          // opaque, so that it takes no registers from step to step
           distance_(positions.keys.first + Tile::warp_row() - positions.queries.first),
+          // opaque, so that it takes no registers from step to step
           array_address_(kStagesArray ? ptx::opaque(staged_address(array_smem(positions.stage))) : 0) {
       const attention::PositionsOf<Score> keys(positions.keys, Tile::first_row());
 #pragma unroll
@@ -169,7 +169,8 @@ struct ChangedWeights : BackwardScores<Config> {
       if constexpr (Score::kSumsByDistance && !kIsSame<Form, OfUniform>) {
         const T sum = sums.of_distances.of_lane();
         sums.of_distances = {};
-        // the sum of a diagonal outside of the matrix of scores is 0
+        // All pairs at this distance read the same element, so query 0 stands for all queries, whether its key exists or
+        // not. The sum of a diagonal without scores is 0; its element may not exist.
         if (sum != 0) score_.flush_distance(of_tile_, 0, distance_ - 16 * k + sums.of_distances.distance(), sum);
       }
     }
@@ -249,7 +250,7 @@ struct ChangedWeights : BackwardScores<Config> {
     const Score& score_;
     typename Score::OfTile of_tile_;
     attention::PositionsOf<Score> queries_;
-    int distance_;  // of the first query from the warp's first key
+    int distance_;  // the warp's first key minus the first query
     uint32_t array_address_;  // address of the rows, in the step's elements, that the thread reads for its warp
     bool is_uniform_ = false;
     typename Score::OfUniform uniform_;

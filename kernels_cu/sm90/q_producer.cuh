@@ -99,9 +99,12 @@ struct QProducer : QStorage<Config> {
   template <class Score>
   static CUFLASH_DEVICE void clear_hidden_gradient_of_tile(const attention::Params& params, const Score& score,
                                                            attention::WorkTile work) {
+    if constexpr (kClearsHiddenGradient) {
+      if (params.work.lo != nullptr) return;
 #pragma unroll 1
-    for (int head = 0; head < params.shape.group_size; ++head, --work.batch_head.head)
-      clear_hidden_gradient<32, kBlockQ, kBlockKv>(params, score, work, 0, 1, ptx::lane());
+      for (int head = 0; head < params.shape.group_size; ++head, --work.batch_head.head)
+        clear_hidden_gradient<32, kBlockQ, kBlockKv>(params, score, work, 0, 1, ptx::lane());
+    }
   }
 
   // Advance to the block's next tile, and store it. Return false if no tile is left. Called by the first warp.
@@ -329,13 +332,11 @@ struct QProducer : QStorage<Config> {
         if (ptx::elect_one())
           load_operand(tile::TmaBoxes(do_smem(do_stage(state))), maps.do_, head_work.do_coords, block.start, d_o,
                        message.is(StepMessage::kThreadsCopyDo));
-        state = state.next();
-        has_sent_step = true;
+        state = state.next(), has_sent_step = true;
       }
     }
     if (has_k) return;
-    if constexpr (kClearsHiddenGradient)
-      if (params.work.lo == nullptr) clear_hidden_gradient_of_tile(params, score, smem.works[work_slot].tile);
+    clear_hidden_gradient_of_tile(params, score, smem.works[work_slot].tile);
     write_empty_rows(params, params.dk, smem.works[work_slot].tile, shape.head_dim);
     write_empty_rows(params, params.dv, smem.works[work_slot].tile, shape.value_dim);
   }

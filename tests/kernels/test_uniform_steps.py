@@ -160,6 +160,29 @@ def check_distances(run: Run, dim: int = 72) -> None:
         assert_within_bounds(example, **everything(run, example))
 
 
+def check_zero_weights(run: Run) -> None:
+    """Check that scores whose weight is 0 add nothing to a table, whatever their slope and dP are."""
+    structure = Structure(num_heads=2, num_kv_heads=2, seqlen_q=128, seqlen_kv=128, head_dim=72, dtype="float16")
+    plain = run.rounded(structure.example())
+    every = np.random.default_rng(4).uniform(0.5, 1, (2, 255)).astype(np.float32)
+    steep = Score(
+        lambda s, b, h, i, j, every: s - every[h, j - i + 127] * np.where(j == 5, np.inf, 1.0), every=every
+    )  # fmt: skip
+    gradient = everything(run, plain.but(score=steep, wrt=("every",)))["others"]["every"]
+    assert np.isfinite(gradient).all()
+    every[:, 127] = -np.inf  # hides the keys on the diagonal
+    table = Score(lambda s, b, h, i, j, every: s + every[h, j - i + 127], every=every)
+    v = plain.v.copy()
+    v[..., 7, :] = np.nan  # so that dP of key 7 is NaN
+    gradient = everything(run, plain.but(score=table, v=v, wrt=("every",)))["others"]["every"]
+    assert not gradient[:, 127].any() and np.isnan(gradient[:, 128]).all()
+
+
+@on_sm90
+def test_scores_without_weight_add_nothing_to_a_table(run: Run) -> None:
+    check_zero_weights(run)
+
+
 @on_sm90
 def test_sums_by_distance_are_within_their_bounds(run: Run) -> None:
     check_distances(run)
