@@ -228,7 +228,10 @@ def test_lists_and_wide_heads_have_two_walks_of_another_family() -> None:
 
 
 def check_parts(library: Any) -> None:
-    """Check that parts have the dtype of the products, and that they are zeroed first where a mask hides scores."""
+    """Check that parts have the dtype of the products, and that they are zeroed first if the kernel cannot do so.
+
+    Under a band, the kernel clears what the band hides.
+    """
 
     def planned(bias: Any, **options: Any) -> KernelPlan:
         q = library.ShapeDtype((2, 4, 256, 128), np.dtype(np.float16))
@@ -238,20 +241,22 @@ def check_parts(library: Any) -> None:
     def shape(*axes: int, dtype: Any = np.float16) -> Any:
         return library.ShapeDtype(axes, np.dtype(dtype))
 
+    lengths = library.masks.Lengths(kv=np.array([200, 256]))
     for bias, parts in ((shape(256, 256), (2, 4)), (shape(4, 256, 256), (2,)), (shape(2, 1, 256, 256), (4,))):
-        for causal in (False, True):
-            plan = planned(bias, causal=causal)
+        for options in ({}, {"causal": True}, {"mask": lengths}):
+            plan = planned(bias, **options)
             sums = plan.kernels.backward.workspaces["sums.bias"]
             assert plan.specs["backward"].score_is_stored
             assert (sums.shape, sums.dtype) == ((*parts, *bias.shape), np.float16)
-            assert ("zero.sums.bias" in plan.kernels.backward.launches) == causal
+            assert ("zero.sums.bias" in plan.kernels.backward.launches) == ("mask" in options)
             assert plan.gradients_made["dscore.bias"].dtype == np.float16
-            assert not planned(bias, causal=causal, deterministic=False).specs["backward"].score_is_stored
+            assert not planned(bias, deterministic=False, **options).specs["backward"].score_is_stored
     for bias in (shape(256, 256, dtype=np.float32), shape(1, 256)):  # another dtype; a gradient that all queries share
         assert not planned(bias).specs["backward"].score_is_stored
     own = planned(shape(2, 4, 256, 256))
     assert own.specs["backward"].score_is_stored and "dscore.bias" not in own.kernels.backward.zeroed
-    assert "dscore.bias" in planned(shape(2, 4, 256, 256), causal=True).kernels.backward.zeroed
+    assert "dscore.bias" not in planned(shape(2, 4, 256, 256), causal=True).kernels.backward.zeroed
+    assert "dscore.bias" in planned(shape(2, 4, 256, 256), mask=lengths).kernels.backward.zeroed
 
 
 def test_parts_of_a_shared_gradient_are_stored() -> None:
