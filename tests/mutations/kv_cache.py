@@ -300,7 +300,7 @@ FAULTS = {
             ARGUMENTS, "require_appended", "if new > length]", "if new > length > 0]"
         ),
     },
-    refuses(lambda library: filled(library).fork(1, 1), "target must be another sequence"): {
+    refuses(lambda library: filled(library).fork(1, 1), "target must differ from source"): {
         "a sequence is forked to itself": Edit(
             CHANGES, "fork", "if not reasons and source == target:", "if False:"
         ),

@@ -209,8 +209,9 @@ def faults_end_all_processes(library: ModuleType) -> None:
             results = ranks_of_a_store.run(processes, 3, function, **how)
         return [f"{type(each).__name__}: {each}" for each in results]
 
-    def parallel(group: Any) -> Any:
-        return distributed.ContextParallel(group, seqlen=16, num_heads=1, block=4, method="gather")
+    def parallel(group: Any, **options: Any) -> Any:
+        options = {"num_heads": 1, "method": "gather"} | options
+        return distributed.ContextParallel(group, seqlen=16, block=4, **options)
 
     def raises(group: Any) -> None:
         if group.rank == 1:
@@ -218,9 +219,9 @@ def faults_end_all_processes(library: ModuleType) -> None:
         parallel(group)
 
     def raises_in_a_pass(group: Any) -> None:
-        cp, x = parallel(group), np.ones((1, 16, 4), np.float32)
+        cp, x = parallel(group, num_heads=3, method="heads"), np.ones((3, 16, 4))
         if group.rank == 1:
-            group._lanes.copy = None
+            group._lanes.copier = None  # which copies a rank's own rows before they move
         cp.attention(*(cp.shard(x) for _ in range(3)))
 
     def stops(group: Any) -> None:
