@@ -365,10 +365,11 @@ def kernels_draw_at_places(library: ModuleType) -> None:
     )
     q, k, v = Q[:, 3:5], K[:, 3:5], V[:, 3:5]
     o, _ = part(library, "calls._call").planned(q, k, v, options).forward(q, k, v)
-    is_kept = cuflash.Dropout(0.4, seed=5).keep((2, *whole[1:]))[:, 3:5, 48:, 16:]
+    dropout = cuflash.Dropout(0.4, seed=5)
+    is_kept = dropout.keep((2, *whole[1:]))[:, 3:5, 48:, 16:]
     identity = np.broadcast_to(np.eye(LENGTH), (2, 2, LENGTH, LENGTH))
     p, _ = cuflash.reference.attention(q, k, identity)
-    np.testing.assert_allclose(o, (p * is_kept / 0.6) @ v, atol=1e-4)
+    np.testing.assert_allclose(o, (p * is_kept / (1 - dropout.p)) @ v, atol=1e-4)
 
 
 POSED, PASSES, STEPS, GROUP, THREADS, LANES, PROCESSES = (

@@ -141,7 +141,7 @@ def fixed_blocks_stay(library: ModuleType) -> None:
     stream = SimpleNamespace(is_capturing=lambda: False)
     target = SimpleNamespace(guarded=guarded, sent=np.copy, mask_address=id, stream=lambda: stream)
     selection = selecting.FixedSelection(np.eye(2, dtype=bool), lambda blocks: lambda *arguments: arguments, target)
-    assert selection.makes_index and selection("q", "k") == (id(lists.arrays["kept"]), stream)
+    assert selection.makes_index and selection("q", "k") == ((id(lists.arrays["kept"]),), stream)
     assert streams == [stream] and selection not in selecting.gpu._pinned
     stream.is_capturing = lambda: True
     selection("q", "k")
