@@ -51,8 +51,8 @@ struct KvStorage : Constants<Config> {
   using Walk = tile::Conditional<kPacksQueries, attention::OverUnions, attention::OverKvBlocks>;
   static_assert(!kPacksQueries || (kNumConsumers == 1 && Config::kIsListed && !kHasScore && !Config::kHasDropout),
                 "flags of a warp assume that its rows need only masks");
-  // Whether steps go from the last keys to the first. Scores that depend on the distance usually fall with it. Under a
-  // causal mask, the maxima of the first steps are then those of the tile; in the other order, they rise in each step.
+  // True if a tile's steps visit the last keys first. Scores that depend on the distance usually fall as it grows: under
+  // a causal mask, the last keys then have the row maxima, which would otherwise rise in each step.
   static constexpr bool kVisitsLastFirst = score::Function::kNeedsDistancesAlone && !Config::kIsListed;
   using KvIterator = attention::BlockIterator<kBlockKv, Walk, typename Base::Listed, kVisitsLastFirst>;
   static constexpr bool kLoadsDo = Config::kIsBackward;  // dO is loaded with Q

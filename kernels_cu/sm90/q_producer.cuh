@@ -16,7 +16,7 @@ struct QProducer : QStorage<Config> {
       typename Base::QueryIterator, typename Base::QueryStats, typename Base::SharedStorage, typename Base::SmemArray,
       typename Base::StepMessage;
 
-  // Whether producer warps set the elements of a stored gradient to 0 that a band hides.
+  // True if producer warps set hidden elements of a stored gradient to 0: those of scores that a band excludes.
   static constexpr bool kClearsHiddenGradient = score::Function::kStoresGradient && !Config::kIsListed;
 
   // Return the end of the keys in the slots of a tile. If sequences are cut, the keys past a short tile belong to the
