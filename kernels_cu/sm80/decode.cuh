@@ -10,7 +10,8 @@
 //   KTile, VTile, Stored   tiles of keys and values, and the type of their elements
 //   kThreadsPerRow         number of threads that share the copy of a row
 //   kBytes                 size of a stage in bytes, a multiple of 128; a stage is constructed from its first byte
-//   start_scales           starts copying the scales of 16 rows; called by the first of the warps that share them
+//   start_scales           starts copying the scales of 16 rows of keys, or of values; called by the first of the warps
+//                          that share them
 //   queries                returns the queries of the warp, once they are in shared memory
 //   multiply, add          multiply queries by the keys of the stage, and add its values times their weights
 //   column, store_row      the columns of a thread's output, and a store of one of its rows
@@ -109,14 +110,15 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   const Part& part = work.part;
   const auto q = matrix<Element>(params.q, heads, heads.head, params.num_queries, params.cache.head_dim);
   const int num_rows = params.group_size * params.num_queries;
-  tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, num_rows});
-  ptx::cp_async_commit();
-
   const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // 0 for an empty sequence
   CacheCopy<Stage, typename Queries::Keys> copy(params, arrays, work.sequence, work.kv_head, own.keys, part);
 #pragma unroll 1  // keeps the code small: the cache loads it once
-  for (int stage = 0; stage < kNumStages - 1; ++stage) {
-    if (stage < num_steps) copy.start_next(stage);
+  for (int stage = 0; stage < kNumStages; ++stage) {
+    if (stage < num_steps) copy.start_keys(stage);
+    if (stage == 0)
+      tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, num_rows});
+    ptx::cp_async_commit();
+    if (stage < num_steps) copy.start_values(stage);
     ptx::cp_async_commit();
   }
   const float softmax_scale_log2 = Softmax::scale_log2(kHasScore ? 1.0 : params.softmax_scale);
@@ -129,24 +131,31 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   }
   Output o;
   o.fill(0);
-  ptx::cp_async_wait<kNumStages - 1>();
+  constexpr int kPending = 2 * kNumStages - 1;  // copies that are in flight while a warp waits for keys or for values
+  ptx::cp_async_wait<kPending>();
   __syncthreads();  // the queries have arrived
   const auto queries = Stage::queries();
-  int stage = 0, free_stage = kNumStages - 1;
+  int stage = 0;
   for (int step = 0; step < num_steps; ++step) {
-    ptx::cp_async_wait<kNumStages - 2>();
-    sync_key_group();  // keys and values of the step have arrived, and those of the last step have been read
-    if (step + kNumStages - 1 < num_steps) copy.start_next(free_stage);
-    ptx::cp_async_commit();
+    const bool is_refilled = step + kNumStages < num_steps;
+    ptx::cp_async_wait<kPending>();
+    sync_key_group();  // keys of the step have arrived
     Scores s;
     stage_smem<Stage>(stage).multiply(s, queries);
+    sync_key_group();  // keys of the step have been read
+    if (is_refilled) copy.start_keys(stage);
+    ptx::cp_async_commit();
     const int start = part.start + step * kBlockKv, stop = min(start + kBlockKv, part.stop);
     if constexpr (kHasScore) score_step(s, params, own, heads, own.positions(start, stop), score);
     else if (Softmax::needs_negation(params.softmax_scale)) Softmax::negate(s, params.softmax_scale);
     own.mask(s, start, stop, part);
     stats.update(s, o, softmax_scale_log2, has_lower_rows);
+    ptx::cp_async_wait<kPending>();
+    sync_key_group();  // values of the step have arrived
     stage_smem<Stage>(stage).add(o, s);
-    free_stage = stage;
+    sync_key_group();  // values of the step have been read
+    if (is_refilled) copy.start_values(stage);
+    ptx::cp_async_commit();
     stage = stage + 1 == kNumStages ? 0 : stage + 1;
   }
   merge_warps(stats, o, softmax_scale_log2);

@@ -22,9 +22,10 @@ CUFLASH_DEVICE float finish_row(const Decode& params, const attention::BatchHead
   if (writes_lse) matrix<float>(params.lse, heads, head, params.num_queries, 1).at(row % params.num_queries, 0) = lse;
   return factor;
 }
-CUFLASH_DEVICE Element& o_at(const Decode& params, const attention::BatchHead& heads, int row, int column) {
+// Return the first element of the output of a row.
+CUFLASH_DEVICE Element* row_of_o(const Decode& params, const attention::BatchHead& heads, int row) {
   const int head = heads.head + row / params.num_queries;
-  return attention::matrix<Element>(params.o, heads, head, 0, 0).at(row % params.num_queries, column);
+  return &attention::matrix<Element>(params.o, heads, head, 0, 0).at(row % params.num_queries, 0);
 }
 
 // Write the results of a sequence that has a single part. Called by the warps that hold the results.
@@ -39,10 +40,11 @@ CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHe
     const bool is_first = o.first_column() == 0;
     const float factor = finish_row(params, heads, row, stats.max[i], stats.sum[i], softmax_scale_log2, sink, is_first);
     o.scale_row(i, factor);
+    Element* const to = row_of_o(params, heads, row);
 #pragma unroll
     for (int j = 0; j < Output::kColumns; ++j) {
       const int column = Stage::column(o, j);
-      if (column < params.cache.value_dim) tile::to_element(o.at(i, j), o_at(params, heads, row, column));
+      if (column < params.cache.value_dim) tile::to_element(o.at(i, j), to[column * params.o.column_stride]);
     }
   }
 }
@@ -71,8 +73,8 @@ CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
   return is_last;
 }
 
-// Merge all parts of a sequence in order; their rows follow each other from `first_row` on. A thread loads its first
-// parts before it computes their weights. Called by all threads.
+// Merge all parts of a sequence in order; their rows follow each other from `first_row` on. A thread loads its columns of
+// the first parts before it computes their weights. Called by all threads.
 CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead& heads, int64_t first_row,
                                 int num_parts, float softmax_scale_log2, attention::SinkArgument<Config> sink) {
   using Vector = tile::Vector<float>;
@@ -80,41 +82,31 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
   constexpr int kVectors = kValueDim / 4, kAhead = kNumWarps > 4 ? 8 : 16;
   const int own = threadIdx.x;
   const int num_rows = params.group_size * params.num_queries, num_vectors = num_rows * kVectors;
-  float* const weights = merge_room();  // maxima at first, weights later
-  float* const sums = weights + kMostParts * kBlockQ;
-  float* const factors = sums + kMostParts * kBlockQ;
-  const auto* const stats = reinterpret_cast<const tile::Float2*>(params.stats_parts) + first_row;
   const auto* const parts = reinterpret_cast<const Vector*>(params.o_parts) + first_row * kVectors;
   Vector ahead[kAhead];
 #pragma unroll
   for (int part = 0; part < kAhead; ++part)
     if (part < num_parts && own < num_vectors) ahead[part] = parts[part * num_vectors + own];
+  auto* const stats = reinterpret_cast<tile::Float2*>(merge_room());  // maximum and sum
   __syncthreads();  // all threads have read the merge buffer
-  for (int at = own; at < num_parts * num_rows; at += kThreads) {
-    const tile::Float2 of = stats[at];
-    weights[at] = of.at[0];
-    sums[at] = of.at[1];
-  }
+#pragma unroll 1
+  for (int at = own; at < num_parts * num_rows; at += kThreads)
+    stats[at] = reinterpret_cast<const tile::Float2*>(params.stats_parts)[first_row + at];
   __syncthreads();  // maxima and sums are stored
-  for (int row = own; row < num_rows; row += kThreads) {
-    float highest = ptx::negative_infinity<float>(), sum = 0;
-#pragma unroll 8
-    for (int part = 0; part < num_parts; ++part) highest = fmaxf(highest, weights[part * num_rows + row]);
-#pragma unroll 8
-    for (int part = 0; part < num_parts; ++part) {
-      const float weight = RowStats::weight(weights[part * num_rows + row], highest, softmax_scale_log2);
-      weights[part * num_rows + row] = weight;
-      sum += sums[part * num_rows + row] * weight;
-    }
-    factors[row] = finish_row(params, heads, row, highest, sum, softmax_scale_log2, sink, true);
-  }
-  __syncthreads();  // weights are stored
+#pragma unroll 1
   for (int at = own; at < num_vectors; at += kThreads) {
     const int row = at / kVectors, column = at % kVectors * 4;
+    const tile::Float2* const of_row = stats + row;
+    float highest = ptx::negative_infinity<float>(), sum = 0;
+#pragma unroll 4
+    for (int part = 0; part < num_parts; ++part) highest = fmaxf(highest, of_row[part * num_rows].at[0]);
     Vector o{};
     const auto add = [&](int part, const Vector& x) {
+      const tile::Float2 of = of_row[part * num_rows];
+      const float weight = RowStats::weight(of.at[0], highest, softmax_scale_log2);
+      sum += of.at[1] * weight;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) o.at[e] += weights[part * num_rows + row] * x.at[e];
+      for (int e = 0; e < 4; ++e) o.at[e] += weight * x.at[e];
     };
     int part = 0;
     if (at == own) {
@@ -122,12 +114,14 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
       for (; part < kAhead; ++part)
         if (part < num_parts) add(part, ahead[part]);
     }
-#pragma unroll 8
+#pragma unroll 4
     for (; part < num_parts; ++part) add(part, parts[part * num_vectors + at]);
+    const float factor = finish_row(params, heads, row, highest, sum, softmax_scale_log2, sink, column == 0);
+    Element* const to = row_of_o(params, heads, row);
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       if (column + e < params.cache.value_dim)
-        tile::to_element(o.at[e] * factors[row], o_at(params, heads, row, column + e));
+        tile::to_element(o.at[e] * factor, to[(column + e) * params.o.column_stride]);
   }
 }
 

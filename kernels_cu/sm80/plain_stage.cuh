@@ -19,6 +19,7 @@ struct PlainStageIf {
   static CUFLASH_DEVICE QTile queries() { return q_smem; }
   CUFLASH_DEVICE KTile keys() const { return {start}; }
   CUFLASH_DEVICE VTile values() const { return {start + KTile::kBytes}; }
+  template <bool>
   CUFLASH_DEVICE void start_scales(const Arrays&, int, const attention::BatchHead&, int, int, int) const {}
   CUFLASH_DEVICE void multiply(Scores& s, QTile queries) const { tile::gemm_nt(s, queries, keys()); }
   CUFLASH_DEVICE void add(Output& o, const Scores& weights) const {
