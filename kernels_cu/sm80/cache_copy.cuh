@@ -78,12 +78,14 @@ class CacheCopy {
       const int last_row = is_page && (!Keys::kAreChosen || place < stop_) ? valid_.hi - position : 0;
       const int to = key_group() * kKeysOfWarp + unit * kUnit, from_page = is_page ? page : 0;
       if constexpr (OfValues)
-        copy_rows(stage.values(), to, row_of(v_, cache_.v, from_page, row), cache_.v, cache_.value_dim, first_row, last_row);
+        copy_rows(stage.values(), to, row_of(v_, cache_.v, from_page, row), cache_.v, cache_.value_dim, first_row,
+                  last_row);
       else
-        copy_rows(stage.keys(), to, row_of(k_, cache_.k, from_page, row), cache_.k, cache_.head_dim, first_row, last_row);
+        copy_rows(stage.keys(), to, row_of(k_, cache_.k, from_page, row), cache_.k, cache_.head_dim, first_row,
+                  last_row);
       if (thread() < 32) {
-        const attention::BatchHead place{{from_page}, 0, kv_head_};
-        stage.template start_scales<OfValues>(arrays_, to, place, row, first_row, last_row);
+        const attention::BatchHead heads{{from_page}, 0, kv_head_};
+        stage.template start_scales<OfValues>(arrays_, to, heads, row, first_row, last_row);
       }
     }
   }

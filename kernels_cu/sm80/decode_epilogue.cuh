@@ -73,7 +73,7 @@ CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
   return is_last;
 }
 
-// Merge all parts of a sequence in order; their rows follow each other from `first_row` on. A thread loads its columns of
+// Merge all parts of a sequence in order; their rows follow each other from `first_row` on. A thread loads its part of
 // the first parts before it computes their weights. Called by all threads.
 CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead& heads, int64_t first_row,
                                 int num_parts, float softmax_scale_log2, attention::SinkArgument<Config> sink) {
