@@ -47,13 +47,37 @@ class CacheCopy {
     are_chunks_ = !Stage::kMayBeUnaligned || (has_chunks(k_, cache_.k) && has_chunks(v_, cache_.v));
   }
 
-  // Start copying the keys of the next step into a stage. Rows outside the part of the sequence become 0.
-  CUFLASH_DEVICE void start_keys(int stage) const { start<false>(stage_smem<Stage>(stage)); }
-  // Start copying the values of the same step, and look up the pages of the step after it.
-  CUFLASH_DEVICE void start_values(int stage) {
-    start<true>(stage_smem<Stage>(stage));
+  // Start copying the rows of the next step. Rows outside the part of the sequence become 0.
+  CUFLASH_DEVICE void start_next(int number) {
+    const Stage stage = stage_smem<Stage>(number);
+    const int first = next_, chosen_position = position_;
+    int pages[kUnits], rows[kUnits];
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      pages[unit] = pages_[unit];
+      rows[unit] = rows_[unit];
+    }
     next_ += kBlockKv;
     look_up();
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int place = first + unit * kUnit, page = pages[unit];
+      const int position = Keys::kAreChosen ? chosen_position : place;
+      const bool is_page = page >= 0 && page < cache_.num_pages;
+      const bool is_part = position + kUnit > valid_.lo && place < stop_;
+      if (is_part && !is_page && thread() == 0) ptx::fetch_add(cache_.num_faults, 1);
+      // The valid rows of the unit; none if the unit has no page.
+      const int first_row = is_page ? valid_.lo - position : kUnit;
+      const int last_row = is_page && (!Keys::kAreChosen || place < stop_) ? valid_.hi - position : 0;
+      const int64_t from_page = is_page ? page : 0;
+      const int to = key_group() * kKeysOfWarp + unit * kUnit;
+      copy_rows(stage.keys(), to, k_ + from_page * cache_.k.batch_strides[0] + rows[unit] * cache_.k.row_stride,
+                cache_.k, cache_.head_dim, first_row, last_row);
+      copy_rows(stage.values(), to, v_ + from_page * cache_.v.batch_strides[0] + rows[unit] * cache_.v.row_stride,
+                cache_.v, cache_.value_dim, first_row, last_row);
+      if (thread() < 32)
+        stage.start_scales(arrays_, to, {{static_cast<int>(from_page)}, 0, kv_head_}, rows[unit], first_row, last_row);
+    }
   }
 
  private:
@@ -63,36 +87,6 @@ class CacheCopy {
   static constexpr int kUnit = 16, kUnits = kKeysOfWarp / kUnit;
   static constexpr int kRowsOfThreads = 32 * kRowGroups / Stage::kThreadsPerRow;
   static constexpr int kRowsPerPass = kRowsOfThreads < kUnit ? kRowsOfThreads : kUnit;
-
-  template <bool OfValues>
-  CUFLASH_DEVICE void start(const Stage& stage) const {
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const int place = next_ + unit * kUnit, page = pages_[unit], row = rows_[unit];
-      const int position = Keys::kAreChosen ? position_ : place;
-      const bool is_page = page >= 0 && page < cache_.num_pages;
-      const bool is_part = position + kUnit > valid_.lo && place < stop_;
-      if (!OfValues && is_part && !is_page && thread() == 0) ptx::fetch_add(cache_.num_faults, 1);
-      // The valid rows of the unit; none if the unit has no page.
-      const int first_row = is_page ? valid_.lo - position : kUnit;
-      const int last_row = is_page && (!Keys::kAreChosen || place < stop_) ? valid_.hi - position : 0;
-      const int to = key_group() * kKeysOfWarp + unit * kUnit, from_page = is_page ? page : 0;
-      if constexpr (OfValues)
-        copy_rows(stage.values(), to, row_of(v_, cache_.v, from_page, row), cache_.v, cache_.value_dim, first_row,
-                  last_row);
-      else
-        copy_rows(stage.keys(), to, row_of(k_, cache_.k, from_page, row), cache_.k, cache_.head_dim, first_row,
-                  last_row);
-      if (thread() < 32) {
-        const attention::BatchHead heads{{from_page}, 0, kv_head_};
-        stage.template start_scales<OfValues>(arrays_, to, heads, row, first_row, last_row);
-      }
-    }
-  }
-  static CUFLASH_DEVICE const Stored* row_of(const Stored* first, const attention::Matrices& matrices, int64_t page,
-                                             int row) {
-    return first + page * matrices.batch_strides[0] + row * matrices.row_stride;
-  }
 
   // Return the index of a thread among those that copy the same keys.
   static CUFLASH_DEVICE int thread() { return threadIdx.x % (32 * kRowGroups); }

@@ -26,15 +26,14 @@ struct ScaledStage {
   CUFLASH_DEVICE float* scales(bool of_values) const {
     return reinterpret_cast<float*>(ptx::dynamic_shared<unsigned char>() + start + kScales) + of_values * kBlockKv;
   }
-  // Start copying the scales of 16 rows of keys or of values.
-  template <bool OfValues>
+  // Start copying the scales of 16 rows: one half of the warp copies those of the keys, the other half those of the
+  // values.
   CUFLASH_DEVICE void start_scales(const Arrays& arrays, int to, const attention::BatchHead& place, int row,
                                    int first_row, int last_row) const {
-    const int own_row = ptx::lane();
-    if (own_row >= 16) return;
-    const auto& from = OfValues ? arrays.v_scale : arrays.k_scale;
+    const int lane = ptx::lane(), own_row = lane % 16;
+    const auto& from = lane < 16 ? arrays.k_scale : arrays.v_scale;
     const bool is_there = own_row >= first_row && own_row < last_row;
-    ptx::cp_async_ca_4(ptx::shared_address(scales(OfValues) + to + own_row),
+    ptx::cp_async_ca_4(ptx::shared_address(scales(lane >= 16) + to + own_row),
                        &attention::matrix<float>(from, place, place.head, 0, 0).at(row + (is_there ? own_row : 0), 0),
                        is_there ? 4 : 0);
   }
@@ -54,7 +53,6 @@ struct ScaledStage {
       for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) *= scale;
     }
   }
-  static CUFLASH_DEVICE int column(const Output& o, int j) { return tile::interleaved_column(o, j); }
   static CUFLASH_DEVICE void store_row(float* to, const Output& o, int i) { tile::store_interleaved_row(to, o, i); }
 };
 constexpr int kSharedBytes = kBytesOfDecode<ScaledStage>;

@@ -19,13 +19,11 @@ struct PlainStageIf {
   static CUFLASH_DEVICE QTile queries() { return q_smem; }
   CUFLASH_DEVICE KTile keys() const { return {start}; }
   CUFLASH_DEVICE VTile values() const { return {start + KTile::kBytes}; }
-  template <bool>
   CUFLASH_DEVICE void start_scales(const Arrays&, int, const attention::BatchHead&, int, int, int) const {}
   CUFLASH_DEVICE void multiply(Scores& s, QTile queries) const { tile::gemm_nt(s, queries, keys()); }
   CUFLASH_DEVICE void add(Output& o, const Scores& weights) const {
     tile::gemm_add_nn(o, weights, WarpV{values().start + key_group() * WarpV::kBytes});
   }
-  static CUFLASH_DEVICE int column(const Output& o, int j) { return o.first_column() + o.column(j); }
   static CUFLASH_DEVICE void store_row(float* to, const Output& o, int i) { tile::store_row(to, o, i); }
 };
 

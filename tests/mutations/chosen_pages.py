@@ -221,8 +221,7 @@ FAULTS = {
             COPY, "CacheCopy.look_up_chosen", "rows_[0] = at.remainder;", "rows_[0] = next_ % 16;"
         ),
         "the page is that of the step after": Edit(
-            COPY, "CacheCopy.start_values", "start<true>(stage_smem<Stage>(stage)); next_ += kBlockKv; look_up();",
-            "next_ += kBlockKv; look_up(); start<true>(stage_smem<Stage>(stage));",
+            COPY, "CacheCopy.start_next", "next_, chosen_position = position_;", "next_, chosen_position = next_;"
         ),
         "keys after the query's own are attended": Edit(
             BODY, "QueryOfChosenBlocks.mask", "is_part ? seen.hi - first : 0", "is_part ? kKeysOfWarp : 0"
@@ -259,7 +258,7 @@ FAULTS = {
     },
     eight_bits_are_right: {
         "scales are those of the place": Edit(
-            COPY, "CacheCopy.start", "to, heads, row, first_row", "to, heads, place, first_row"
+            COPY, "CacheCopy.start_next", "kv_head_}, rows[unit], first_row", "kv_head_}, place, first_row"
         ),
     },
     scores_are_right: {

@@ -95,7 +95,7 @@ FAULTS = {
             KERNEL, "sm80_few_queries", "max(keys.start, keys.stop)", "params.shape.seqlen_kv"
         ),
         "rows past the end are copied as elements": Edit(
-            COPY, "CacheCopy.start", "? valid_.hi - position : 0", "? kUnit : 0"
+            COPY, "CacheCopy.start_next", "? valid_.hi - position : 0", "? kUnit : 0"
         ),
     },
     scores_are_right: {
