@@ -11,7 +11,7 @@ from cuflash.executors.sim import Simulator
 from executors import SIM
 from mutations.planting import Edit
 
-SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 _CALL = drawn(NEW | {"rows": 3, "heads": 4, "window": (130, None), "sink": True}, (193, 2, 70))
 _HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for order in ("last_warp", "first_warp")]
 
