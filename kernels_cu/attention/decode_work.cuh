@@ -12,10 +12,14 @@ struct Sequence {
   bool is_valid;  // whether length and count are within their ranges
 };
 
-CUFLASH_DEVICE Sequence sequence(const Decode& params, int number) {
+// Return a sequence. Calls meanwhile() while its length and count are loaded.
+template <class Meanwhile>
+CUFLASH_DEVICE Sequence sequence(const Decode& params, int number, const Meanwhile& meanwhile) {
   const CachePages& cache = params.cache;
-  const int length = cache.lengths[number], clamped = min(max(length, 0), cache.capacity);
+  const int length = cache.lengths[number];
   const int count = cache.counts == nullptr ? params.num_queries : cache.counts[number];
+  meanwhile();
+  const int clamped = min(max(length, 0), cache.capacity);
   const int clamped_count = min(max(count, 0), params.num_queries);
   const int first_key = params.left >= clamped ? 0 : max(0, clamped - clamped_count - params.left);
   return {clamped, clamped_count, first_key, length == clamped && count == clamped_count};
@@ -81,8 +85,8 @@ CUFLASH_DEVICE Part part_of(const Decode& params, const Sequence& of, int number
     return {number, num_parts, max(start, of.first_key / Width * Width), min(of.length, start + kKeys)};
   }
   const int base = of.first_key / Width * Width, num_steps = (of.length - base + Width - 1) / Width;
-  const int steps = max(1, (num_steps + params.max_parts - 1) / params.max_parts);
-  const int num_parts = max(1, (num_steps + steps - 1) / steps);
+  const int steps = max(1, divmod(num_steps + params.max_parts - 1, params.max_parts).quotient);
+  const int num_parts = max(1, divmod(num_steps + steps - 1, steps).quotient);
   const int start = base + number * steps * Width;
   return {number, num_parts, start, min(of.length, start + steps * Width)};
 }

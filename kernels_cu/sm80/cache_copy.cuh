@@ -142,15 +142,23 @@ class CacheCopy {
       if (!are_chunks_) return copy_elements(tile, to, from, matrices, num_columns, first_row, last_row);
     const int64_t row_stride = matrices.row_stride;
     const uint32_t start = tile.address(to + own_row(), own_chunk());
+    const auto copy = [&](int row, int chunk, bool is_there) {
+      ptx::cp_async_cg_16(Tile::advanced(start, row, chunk),
+                          from + (is_there ? row * row_stride + chunk * Tile::kChunk : 0), is_there ? 16 : 0, policy_);
+    };
+    if (first_row <= 0 && last_row >= kUnit && num_columns == Tile::kChunks * Tile::kChunk) {  // no chunk is checked
 #pragma unroll
+      for (int row = 0; row < kUnit; row += kRowsPerPass)
+#pragma unroll
+        for (int chunk = 0; chunk < Tile::kChunks; chunk += Stage::kThreadsPerRow) copy(row, chunk, true);
+      return;
+    }
+#pragma unroll 1  // keeps the code small
     for (int row = 0; row < kUnit; row += kRowsPerPass) {
       const bool is_there = own_row() + row >= first_row && own_row() + row < last_row;
 #pragma unroll
-      for (int chunk = 0; chunk < Tile::kChunks; chunk += Stage::kThreadsPerRow) {
-        const bool is_copied = is_there && (own_chunk() + chunk) * Tile::kChunk < num_columns;
-        ptx::cp_async_cg_16(Tile::advanced(start, row, chunk),
-                            from + (is_copied ? row * row_stride + chunk * Tile::kChunk : 0), is_copied ? 16 : 0);
-      }
+      for (int chunk = 0; chunk < Tile::kChunks; chunk += Stage::kThreadsPerRow)
+        copy(row, chunk, is_there && (own_chunk() + chunk) * Tile::kChunk < num_columns);
     }
   }
 
@@ -191,6 +199,7 @@ class CacheCopy {
   int pages_[kUnits], rows_[kUnits];
   int position_ = 0;  // position of the key that is looked up next, if keys are chosen
   bool are_chunks_;
+  const uint64_t policy_ = ptx::evict_first_policy();  // a call reads keys and values once
 };
 
 }  // namespace cuflash::sm80

@@ -13,7 +13,7 @@
 //   start_scales           starts copying the scales of 16 rows; called by the first of the warps that share them
 //   queries                returns the queries of the warp, once they are in shared memory
 //   multiply, add          multiply queries by the keys of the stage, and add its values times their weights
-//   column, store_row      the columns of a thread's output, and a store of one of its rows
+//   store_row              stores a row of a thread's output
 //   kMayBeUnaligned        rows may start anywhere and have any strides; otherwise they consist of aligned chunks
 #pragma once
 #include <attention/score.cuh>
@@ -98,24 +98,28 @@ struct DecodeTile {
   Part part;
 };
 
-// The body of a decode kernel. `own` returns the keys that each row of the tile attends: a QueriesInOrder or a
-// QueryOfChosenBlocks.
+// Start copying the queries of a tile, whose first head is heads.head. Called by all threads, before `decode`.
+CUFLASH_DEVICE void start_queries(const Decode& params, const attention::BatchHead& heads) {
+  const auto q = attention::matrix<Element>(params.q, heads, heads.head, params.num_queries, params.cache.head_dim);
+  const int num_rows = params.group_size * params.num_queries;
+  tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, num_rows});
+  ptx::cp_async_commit();
+}
+
+// The body of a decode kernel, after `start_queries`. `own` returns the keys that each row of the tile attends: a
+// QueriesInOrder or a QueryOfChosenBlocks.
 template <class Stage, class Queries, class Score>
 CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, const DecodeTile& work,
                            const Queries& own, attention::SinkArgument<Config> sink, const Score& score) {
   using namespace attention;
-  static_assert(4 * kMergeFloats <= kBytesOfStages<Stage>, "there is room for what is merged");
+  static_assert(4 * kMergeFloats <= kBytesOfDecode<Stage>, "there is room for what is merged");
   const BatchHead& heads = work.heads;
   const Part& part = work.part;
-  const auto q = matrix<Element>(params.q, heads, heads.head, params.num_queries, params.cache.head_dim);
   const int num_rows = params.group_size * params.num_queries;
-  tile::load_async<kThreads>(q_smem, tile::StackedRows<Element>{q, params.q.head_stride, num_rows});
-  ptx::cp_async_commit();
-
   const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // 0 for an empty sequence
   CacheCopy<Stage, typename Queries::Keys> copy(params, arrays, work.sequence, work.kv_head, own.keys, part);
 #pragma unroll 1  // keeps the code small: the cache loads it once
-  for (int stage = 0; stage < kNumStages - 1; ++stage) {
+  for (int stage = 0; stage < kNumStages; ++stage) {
     if (stage < num_steps) copy.start_next(stage);
     ptx::cp_async_commit();
   }
@@ -129,15 +133,13 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   }
   Output o;
   o.fill(0);
-  ptx::cp_async_wait<kNumStages - 1>();
+  ptx::cp_async_wait<kNumStages>();
   __syncthreads();  // the queries have arrived
   const auto queries = Stage::queries();
-  int stage = 0, free_stage = kNumStages - 1;
+  int stage = 0;
   for (int step = 0; step < num_steps; ++step) {
-    ptx::cp_async_wait<kNumStages - 2>();
-    sync_key_group();  // keys and values of the step have arrived, and those of the last step have been read
-    if (step + kNumStages - 1 < num_steps) copy.start_next(free_stage);
-    ptx::cp_async_commit();
+    ptx::cp_async_wait<kNumStages - 1>();
+    sync_key_group();  // keys and values of the step have arrived
     Scores s;
     stage_smem<Stage>(stage).multiply(s, queries);
     const int start = part.start + step * kBlockKv, stop = min(start + kBlockKv, part.stop);
@@ -146,19 +148,22 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     own.mask(s, start, stop, part);
     stats.update(s, o, softmax_scale_log2, has_lower_rows);
     stage_smem<Stage>(stage).add(o, s);
-    free_stage = stage;
+    sync_key_group();  // keys and values of the step have been read
+    if (step + kNumStages < num_steps) copy.start_next(stage);
+    ptx::cp_async_commit();
     stage = stage + 1 == kNumStages ? 0 : stage + 1;
   }
-  merge_warps(stats, o, softmax_scale_log2);
-  if (part.num_parts == 1) {
-    if (key_group() == 0) write_results<Stage>(params, heads, stats, o, softmax_scale_log2, sink);
-    return;
-  }
   const int64_t first_row = static_cast<int64_t>(work.number) * params.max_parts * num_rows;
-  if (key_group() == 0) write_part<Stage>(params, first_row + part.number * num_rows, stats, o);
+  float* const o_parts = params.o_parts + first_row * kValueDim;
+  auto* const stats_parts = reinterpret_cast<tile::Float2*>(params.stats_parts) + first_row;
+  merge_warps<Stage>(stats, o, num_rows, softmax_scale_log2, [&](int row, const RowSum& of_row) {
+    const int at = part.number * num_rows + row;
+    if (part.num_parts == 1) of_row.write(params, heads, row, softmax_scale_log2, sink);
+    else of_row.store(stats_parts[at], o_parts + at * kValueDim);
+  });
   int* const arrivals = params.arrivals + work.number;
-  if (!arrives_last(arrivals, part.num_parts)) return;
-  merge_parts(params, heads, first_row, part.num_parts, softmax_scale_log2, sink);
+  if (part.num_parts == 1 || !arrives_last(arrivals, part.num_parts)) return;
+  merge_parts(params, heads, {stats_parts, o_parts, num_rows, kValueDim}, part.num_parts, softmax_scale_log2, sink);
   if (threadIdx.x == 0) tile::reset(arrivals);
 }
 
@@ -170,11 +175,11 @@ CUFLASH_DEVICE void decode_cache(const Decode& params, const typename Stage::Arr
   const DivMod by_part = divmod(blockIdx.x, params.max_parts),
                by_head = divmod(by_part.quotient, params.cache.num_kv_heads);
   const int number = by_head.quotient, kv_head = by_head.remainder;
-  const Sequence of = sequence(params, number);
-  const Part part = part_of<kBlockKv>(params, of, by_part.remainder);
-  if (part.number >= part.num_parts) return;
-  if (!of.is_valid && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
   const BatchHead heads{{number}, number, kv_head * params.group_size};
+  const Sequence of = sequence(params, number, [&] { start_queries(params, heads); });
+  const Part part = part_of<kBlockKv>(params, of, by_part.remainder);
+  if (part.number >= part.num_parts) return ptx::cp_async_wait<0>();  // for the queries
+  if (!of.is_valid && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
   decode<Stage>(params, arrays, {heads, number, kv_head, by_part.quotient, part},
                 QueriesInOrder<NewTokens>{{params, of}, of.first_key}, sink, score);
 }
@@ -193,14 +198,9 @@ CUFLASH_DEVICE void decode_cache(const Decode& params, const typename Stage::Arr
                                  const Score& score) {
   using namespace attention;
   const DivMod by_part = divmod(blockIdx.x, params.max_parts),
-               by_list = divmod(by_part.quotient, chosen.num_list_heads), at = divmod(by_list.quotient, chosen.num_rows);
+               by_list = divmod(by_part.quotient, chosen.num_list_heads),
+               at = divmod(by_list.quotient, chosen.num_rows);
   const int number = at.quotient, row = at.remainder, list_head = by_list.remainder;
-  const Sequence of = sequence(params, number);
-  if (!of.is_valid && by_part.remainder == 0 && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
-  const RowMask seen = packed_row_mask(params, of, row);
-  const ChosenKeys keys(chosen, OwnList(chosen, number, list_head, row), {seen.lo, seen.hi}, room_of_list<Stage>());
-  const Part part = part_of<kBlockKv>(params, {keys.num_places(), 1, 0, true}, by_part.remainder);
-  if (part.number >= part.num_parts) return;
   Decode own = params;
   own.q = from_row(params.q, row, sizeof(Element));
   own.o = from_row(params.o, row, sizeof(Element));
@@ -208,6 +208,12 @@ CUFLASH_DEVICE void decode_cache(const Decode& params, const typename Stage::Arr
   own.num_queries = 1;
   own.group_size = chosen.heads_per_list;
   const BatchHead heads{{number}, number, list_head * chosen.heads_per_list};
+  const Sequence of = sequence(params, number, [&] { start_queries(own, heads); });
+  if (!of.is_valid && by_part.remainder == 0 && threadIdx.x == 0) ptx::fetch_add(params.cache.num_faults, 1);
+  const RowMask seen = packed_row_mask(params, of, row);
+  const ChosenKeys keys(chosen, OwnList(chosen, number, list_head, row), {seen.lo, seen.hi}, room_of_list<Stage>());
+  const Part part = part_of<kBlockKv>(params, {keys.num_places(), 1, 0, true}, by_part.remainder);
+  if (part.number >= part.num_parts) return ptx::cp_async_wait<0>();  // for the queries
   const int kv_head = divmod(heads.head, params.group_size).quotient;
   decode<Stage>(own, arrays, {heads, number, kv_head, by_part.quotient, part},
                 QueryOfChosenBlocks{{keys}, max(0, of.length - of.count + row)}, sink, score);

@@ -53,7 +53,6 @@ struct ScaledStage {
       for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) *= scale;
     }
   }
-  static CUFLASH_DEVICE int column(const Output& o, int j) { return tile::interleaved_column(o, j); }
   static CUFLASH_DEVICE void store_row(float* to, const Output& o, int i) { tile::store_interleaved_row(to, o, i); }
 };
 constexpr int kSharedBytes = kBytesOfDecode<ScaledStage>;

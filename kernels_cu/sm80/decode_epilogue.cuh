@@ -3,61 +3,122 @@
 #include <ptx/arrival.cuh>
 #include <sm80/decode_softmax.cuh>
 
-// Writes results of a decode kernel (sm80/decode.cuh) to global memory: those of a whole sequence, those of a part, or
-// the merged results, which the block that ends last computes.
+// Merges the results of a decode kernel (sm80/decode.cuh): those of the warps that divide a part's keys, and then those
+// of a sequence's parts, which the block that ends last merges. A warp merges a row at a time.
 namespace cuflash::sm80 {
 
-// Write lse of a row in one of the threads that call this, and return the factor by which its o must be multiplied.
-CUFLASH_DEVICE float finish_row(const Decode& params, const attention::BatchHead& heads, int row, float max, float sum,
-                                float softmax_scale_log2, attention::SinkArgument<Config> sink, bool writes_lse) {
-  using namespace attention;
-  const int head = heads.head + row / params.num_queries;
-  const bool is_empty = max == ptx::negative_infinity<float>() && sum == 0;
-  float lse = max, factor = 0;
-  if (!is_empty) {
-    lse = ptx::fma(max, softmax_scale_log2 * static_cast<float>(kLn2), ptx::log_accurate(sum));
-    factor = 1 / sum;
-  }
-  if constexpr (Config::kHasSink) factor *= merge_sink(lse, sink_logit<float>(sink, heads, head));
-  if (writes_lse) matrix<float>(params.lse, heads, head, params.num_queries, 1).at(row % params.num_queries, 0) = lse;
-  return factor;
-}
-CUFLASH_DEVICE Element& o_at(const Decode& params, const attention::BatchHead& heads, int row, int column) {
-  const int head = heads.head + row / params.num_queries;
-  return attention::matrix<Element>(params.o, heads, head, 0, 0).at(row % params.num_queries, column);
-}
+using Vector = tile::Vector<float>;
 
-// Write the results of a sequence that has a single part. Called by the warps that hold the results.
-template <class Stage>
-CUFLASH_DEVICE void write_results(const Decode& params, const attention::BatchHead& heads, const RowStats& stats,
-                                  Output& o, float softmax_scale_log2, attention::SinkArgument<Config> sink) {
-  const int num_rows = params.group_size * params.num_queries;
+// A summand of rows: its maxima and sums, and its o. The next summand's follow `rows` rows later.
+struct Summands {
+  const tile::Float2* stats;
+  const float* o;
+  int rows, row_floats;  // rows of a summand, and floats from a row of o to the next
+};
+
+// The sum of a row's summands: the row's maximum and sum, and a thread's part of o, which is four of each 128 columns.
+struct RowSum {
+  static constexpr int kVectors = (kValueDim + 127) / 128;
+
+  float max = ptx::negative_infinity<float>(), sum = 0;
+  Vector o[kVectors]{};
+
+  static CUFLASH_DEVICE int column(int vector) { return 128 * vector + 4 * ptx::lane(); }
+  // Add summands of a row in order, Width at a time; each thread computes the weight of one of them. Called by whole
+  // warps.
+  template <int Width>
+  CUFLASH_DEVICE void add(const Summands& of, int row, int num_summands, float softmax_scale_log2) {
+#pragma unroll 1  // keeps the code small
+    for (int first = 0; first < num_summands; first += Width) {
+      const int num = min(Width, num_summands - first), own = ptx::lane() % Width;
+      tile::Float2 stats{{ptx::negative_infinity<float>(), 0}};
+      if (own < num) stats = of.stats[(first + own) * of.rows + row];
+      const float* from = of.o + static_cast<int64_t>(first * of.rows + row) * of.row_floats + column(0);
+      Vector summands[Width][kVectors]{};  // loaded before their weights are known
 #pragma unroll
-  for (int i = 0; i < Output::kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (row >= num_rows) continue;
-    const bool is_first = o.first_column() == 0;
-    const float factor = finish_row(params, heads, row, stats.max[i], stats.sum[i], softmax_scale_log2, sink, is_first);
-    o.scale_row(i, factor);
+      for (int i = 0; i < Width; ++i, from += of.rows * of.row_floats)
 #pragma unroll
-    for (int j = 0; j < Output::kColumns; ++j) {
-      const int column = Stage::column(o, j);
-      if (column < params.cache.value_dim) tile::to_element(o.at(i, j), o_at(params, heads, row, column));
+        for (int v = 0; v < kVectors; ++v)
+          if (i < num && column(v) < kValueDim) summands[i][v] = *reinterpret_cast<const Vector*>(from + 128 * v);
+      const float highest = fmaxf(max, tile::lane_max<Width>(stats.at[0]));
+      const float weight = RowStats::weight(stats.at[0], highest, softmax_scale_log2);
+      scale(RowStats::weight(max, highest, softmax_scale_log2));
+      max = highest;
+      sum += tile::lane_sum<Width>(stats.at[1] * weight);
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        const float of_summand = __shfl_sync(0xffffffffu, weight, i);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[v].at[e] += of_summand * summands[i][v].at[e];
+      }
     }
   }
-}
-
-// Write the results of one part, which are merged later. Called by the warps that hold the results.
-template <class Stage>
-CUFLASH_DEVICE void write_part(const Decode& params, int64_t first_row, const RowStats& stats, const Output& o) {
-  const int num_rows = params.group_size * params.num_queries;
+  // Store the row as a summand. Called by whole warps.
+  CUFLASH_DEVICE void store(tile::Float2& stats, float* to) const {
+    if (ptx::lane() == 0) stats = {{max, sum}};
 #pragma unroll
-  for (int i = 0; i < Output::kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    if (row >= num_rows) continue;
-    Stage::store_row(params.o_parts + (first_row + row) * kValueDim, o, i);
-    if (o.first_column() == 0)
-      reinterpret_cast<tile::Float2*>(params.stats_parts)[first_row + row] = {stats.max[i], stats.sum[i]};
+    for (int v = 0; v < kVectors; ++v)
+      if (column(v) < kValueDim) *reinterpret_cast<Vector*>(to + column(v)) = o[v];
+  }
+  // Divide o by the sum, and write it and lse as results of a row. Called by whole warps.
+  CUFLASH_DEVICE void write(const Decode& params, const attention::BatchHead& heads, int row, float softmax_scale_log2,
+                            attention::SinkArgument<Config> sink) const {
+    using namespace attention;
+    const DivMod at = divmod(row, params.num_queries);
+    const int head = heads.head + at.quotient, query = at.remainder;
+    float lse = max, factor = 0;
+    if (max != ptx::negative_infinity<float>() || sum != 0) {
+      lse = ptx::fma(max, softmax_scale_log2 * static_cast<float>(kLn2), ptx::log_accurate(sum));
+      factor = 1 / sum;
+    }
+    if constexpr (Config::kHasSink) factor *= merge_sink(lse, sink_logit<float>(sink, heads, head));
+    if (ptx::lane() == 0) matrix<float>(params.lse, heads, head, params.num_queries, 1).at(query, 0) = lse;
+    const auto to = matrix<Element>(params.o, heads, head, params.num_queries, params.cache.value_dim);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (column(v) + e < params.cache.value_dim) tile::to_element(o[v].at[e] * factor, to.at(query, column(v) + e));
+  }
+
+ private:
+  CUFLASH_DEVICE void scale(float factor) {
+    sum *= factor;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[v].at[e] *= factor;
+  }
+};
+
+// Merge the results of the warps that divide the keys among themselves. Calls write(row, sum) for each row, by a whole
+// warp. Called by all threads.
+template <class Stage, class Write>
+CUFLASH_DEVICE void merge_warps(const RowStats& stats, const Output& o, int num_rows, float softmax_scale_log2,
+                                const Write& write) {
+  auto* const stats_room = reinterpret_cast<tile::Float2*>(merge_room());
+  float* const o_room = merge_room() + kStatsFloats;
+  ptx::cp_async_wait<0>();
+#pragma unroll 1
+  for (int first = 0; first < num_rows; first += 16) {
+    __syncthreads();  // all warps have read queries, keys and values, or the rows before
+#pragma unroll
+    for (int i = 0; i < Output::kRows; ++i) {
+      const float sum = tile::quad_sum(stats.sum[i]);
+      const int row = o.first_row() + o.row(i), at = key_group() * 16 + row - first;
+      if (row < first || row >= min(first + 16, num_rows)) continue;
+      Stage::store_row(o_room + at * kRowFloats, o, i);
+      if (o.first_column() == 0) stats_room[at] = {{stats.max[i], sum}};
+    }
+    __syncthreads();  // all warps have stored their rows
+#pragma unroll 1
+    for (int row = first + threadIdx.x / 32; row < min(first + 16, num_rows); row += kNumWarps) {
+      RowSum of_row;
+      of_row.add<kKeyGroups>({stats_room, o_room, 16, kRowFloats}, row - first, kKeyGroups, softmax_scale_log2);
+      write(row, of_row);
+    }
   }
 }
 
@@ -71,63 +132,14 @@ CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
   return is_last;
 }
 
-// Merge all parts of a sequence in order; their rows follow each other from `first_row` on. A thread loads its first
-// parts before it computes their weights. Called by all threads.
-CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead& heads, int64_t first_row,
+// Merge the parts of a sequence's rows. Called by all threads of the block whose part arrives last.
+CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead& heads, const Summands& parts,
                                 int num_parts, float softmax_scale_log2, attention::SinkArgument<Config> sink) {
-  using Vector = tile::Vector<float>;
-  // Kernels with more warps have fewer registers per thread.
-  constexpr int kVectors = kValueDim / 4, kAhead = kNumWarps > 4 ? 8 : 16;
-  const int own = threadIdx.x;
-  const int num_rows = params.group_size * params.num_queries, num_vectors = num_rows * kVectors;
-  float* const weights = merge_room();  // maxima at first, weights later
-  float* const sums = weights + kMostParts * kBlockQ;
-  float* const factors = sums + kMostParts * kBlockQ;
-  const auto* const stats = reinterpret_cast<const tile::Float2*>(params.stats_parts) + first_row;
-  const auto* const parts = reinterpret_cast<const Vector*>(params.o_parts) + first_row * kVectors;
-  Vector ahead[kAhead];
-#pragma unroll
-  for (int part = 0; part < kAhead; ++part)
-    if (part < num_parts && own < num_vectors) ahead[part] = parts[part * num_vectors + own];
-  __syncthreads();  // all threads have read the merge buffer
-  for (int at = own; at < num_parts * num_rows; at += kThreads) {
-    const tile::Float2 of = stats[at];
-    weights[at] = of.at[0];
-    sums[at] = of.at[1];
-  }
-  __syncthreads();  // maxima and sums are stored
-  for (int row = own; row < num_rows; row += kThreads) {
-    float highest = ptx::negative_infinity<float>(), sum = 0;
-#pragma unroll 8
-    for (int part = 0; part < num_parts; ++part) highest = fmaxf(highest, weights[part * num_rows + row]);
-#pragma unroll 8
-    for (int part = 0; part < num_parts; ++part) {
-      const float weight = RowStats::weight(weights[part * num_rows + row], highest, softmax_scale_log2);
-      weights[part * num_rows + row] = weight;
-      sum += sums[part * num_rows + row] * weight;
-    }
-    factors[row] = finish_row(params, heads, row, highest, sum, softmax_scale_log2, sink, true);
-  }
-  __syncthreads();  // weights are stored
-  for (int at = own; at < num_vectors; at += kThreads) {
-    const int row = at / kVectors, column = at % kVectors * 4;
-    Vector o{};
-    const auto add = [&](int part, const Vector& x) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o.at[e] += weights[part * num_rows + row] * x.at[e];
-    };
-    int part = 0;
-    if (at == own) {
-#pragma unroll
-      for (; part < kAhead; ++part)
-        if (part < num_parts) add(part, ahead[part]);
-    }
-#pragma unroll 8
-    for (; part < num_parts; ++part) add(part, parts[part * num_vectors + at]);
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (column + e < params.cache.value_dim)
-        tile::to_element(o.at[e] * factors[row], o_at(params, heads, row, column + e));
+#pragma unroll 1
+  for (int row = threadIdx.x / 32; row < parts.rows; row += kNumWarps) {
+    RowSum of_row;
+    of_row.add<kPartsAtOnce>(parts, row, num_parts, softmax_scale_log2);
+    of_row.write(params, heads, row, softmax_scale_log2, sink);
   }
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 #include <sm80/decode_tiles.cuh>
 
-// The online softmax of each warp of a decode kernel (sm80/decode.cuh), and the merge of the warps' results.
+// The online softmax of each warp of a decode kernel (sm80/decode.cuh).
 namespace cuflash::sm80 {
 
 // Running maximum and sum of a thread's rows, in units of q k^T. They depend only on the row's own scores.
@@ -36,46 +36,5 @@ struct RowStats {
     }
   }
 };
-
-// Merge the results of the warps that divide the keys among themselves; the warps of the first keys receive the sums.
-CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, float softmax_scale_log2) {
-  const int own_group = key_group(), row_group = threadIdx.x / 32 % kRowGroups;
-  float* const maxima = merge_room();
-  float* const sums = maxima + kKeyGroups * kBlockQ;
-  ptx::cp_async_wait<0>();
-  __syncthreads();  // all warps have read queries, keys and values
-#pragma unroll
-  for (int i = 0; i < Output::kRows; ++i) {
-    const int at = own_group * kBlockQ + o.first_row() + o.row(i);
-    const float sum = tile::quad_sum(stats.sum[i]);
-    if (o.first_column() != 0) continue;
-    maxima[at] = stats.max[i];
-    sums[at] = sum;
-  }
-  __syncthreads();  // all warps have stored their maxima and sums
-#pragma unroll
-  for (int i = 0; i < Output::kRows; ++i) {
-    const int row = o.first_row() + o.row(i);
-    float highest = maxima[row], sum = 0;
-#pragma unroll
-    for (int group = 1; group < kKeyGroups; ++group) highest = fmaxf(highest, maxima[group * kBlockQ + row]);
-#pragma unroll
-    for (int group = 0; group < kKeyGroups; ++group)
-      sum += sums[group * kBlockQ + row] * RowStats::weight(maxima[group * kBlockQ + row], highest, softmax_scale_log2);
-    o.scale_row(i, RowStats::weight(stats.max[i], highest, softmax_scale_log2));
-    stats.max[i] = highest;
-    stats.sum[i] = sum;
-  }
-  using Layout = tile::AccumulatorLayout<Output, 4>;
-#pragma unroll
-  for (int half = kKeyGroups / 2; half > 0; half /= 2) {
-    const int slot = own_group % half * kRowGroups + row_group;
-    float* const room = merge_room() + kStatsFloats + slot * kFloatsOfWarp + 4 * ptx::lane();
-    if (own_group >= half && own_group < 2 * half) Layout::store_shared(room, o);
-    __syncthreads();  // the summands are stored
-    if (own_group < half) Layout::add_shared(room, o, 0, Output::kColumnTiles);
-    __syncthreads();  // all threads have read the summands
-  }
-}
 
 }  // namespace cuflash::sm80

@@ -2,7 +2,6 @@
 #include <attention/config_mma.cuh>
 #include <attention/decode_work.cuh>
 #include <ptx/cp_async.cuh>
-#include <tile/accumulator_layout.cuh>
 
 // Constants, register tiles and shared memory of decode kernels (sm80/decode.cuh).
 namespace cuflash::sm80 {
@@ -32,18 +31,14 @@ CUFLASH_DEVICE void sync_key_group() {
   else __syncthreads();
 }
 
-// Sizes of the merge buffer, in floats. It overwrites queries, keys and values once all warps have read them.
-constexpr int kFloatsOfWarp = Output::kColumnTiles * 4 * 32;
-constexpr int kStatsFloats = 2 * kKeyGroups * kBlockQ;
-constexpr int kMergeFloats = kStatsFloats + kKeyGroups / 2 * kRowGroups * kFloatsOfWarp;
-constexpr int kMostParts = 128;
-constexpr int kPartsFloats = (2 * kMostParts + 1) * kBlockQ;
+// The merge buffer, in floats: maxima, sums and o of 16 rows of each warp that divides the keys. It overwrites queries,
+// keys and values once all warps have read them. Rows are 8 floats apart so that a warp's stores use different banks.
+constexpr int kStatsFloats = 2 * kKeyGroups * 16, kRowFloats = kValueDim + 8;
+constexpr int kMergeFloats = kStatsFloats + kKeyGroups * 16 * kRowFloats;
+constexpr int kPartsAtOnce = kValueDim <= 128 ? 16 : 8;  // number of parts that a warp loads at once
 
-// Size in bytes of queries, keys and values, or of the weights of parts if that is larger.
 template <class Stage>
-constexpr int kBytesOfStages = QTile::kBytes + kNumStages * Stage::kBytes;
-template <class Stage>
-constexpr int kBytesOfDecode = kBytesOfStages<Stage> > 4 * kPartsFloats ? kBytesOfStages<Stage> : 4 * kPartsFloats;
+constexpr int kBytesOfDecode = QTile::kBytes + kNumStages * Stage::kBytes;
 
 // Return the shared memory for the list of chosen blocks, after the stages. Only kernels with such lists have it.
 template <class Stage>

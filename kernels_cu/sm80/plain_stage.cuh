@@ -24,7 +24,6 @@ struct PlainStageIf {
   CUFLASH_DEVICE void add(Output& o, const Scores& weights) const {
     tile::gemm_add_nn(o, weights, WarpV{values().start + key_group() * WarpV::kBytes});
   }
-  static CUFLASH_DEVICE int column(const Output& o, int j) { return o.first_column() + o.column(j); }
   static CUFLASH_DEVICE void store_row(float* to, const Output& o, int i) { tile::store_row(to, o, i); }
 };
 

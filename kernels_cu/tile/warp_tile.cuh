@@ -80,26 +80,25 @@ struct WarpPartition {
   using Tile = WarpTile<Rows / kRowGroups / 16, Columns / kColumnGroups / 8, kRowGroups, kColumnGroups>;
 };
 
-// Return the sum or, in the second function, the maximum over a row of a warp's tile, which four adjacent threads
-// share. Called by whole warps.
-CUFLASH_DEVICE float quad_sum(float x) {
+// Return the sum or, in the second function, the maximum over each `Width` adjacent threads of a warp, to each of them.
+// Called by whole warps.
+template <int Width>
+CUFLASH_DEVICE float lane_sum(float x) {
 #pragma unroll
-  for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
+  for (int lane_offset = 1; lane_offset < Width; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
   return x;
 }
-CUFLASH_DEVICE float quad_max(float x) {
+template <int Width>
+CUFLASH_DEVICE float lane_max(float x) {
 #pragma unroll
-  for (int lane_offset = 1; lane_offset < 4; lane_offset *= 2)
+  for (int lane_offset = 1; lane_offset < Width; lane_offset *= 2)
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane_offset));
   return x;
 }
-
-// Return the sum over all threads of a warp, to each of them. Called by whole warps.
-CUFLASH_DEVICE float warp_sum(float x) {
-#pragma unroll
-  for (int lane_offset = 1; lane_offset < 32; lane_offset *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_offset);
-  return x;
-}
+// The same over a row of a warp's tile, which four adjacent threads share, and over a warp.
+CUFLASH_DEVICE float quad_sum(float x) { return lane_sum<4>(x); }
+CUFLASH_DEVICE float quad_max(float x) { return lane_max<4>(x); }
+CUFLASH_DEVICE float warp_sum(float x) { return lane_sum<32>(x); }
 
 // Fragments of a matrix in shared memory, 16 x 16 elements at a time; each thread has the address of a 16-byte row.
 // `KMajorFragments` reads the matrix as it is stored: its rows are the left operand's rows and the right operand's

@@ -75,6 +75,16 @@ def test_parts_of_many_steps_have_the_same_bits_for_any_number_of_stages(run: Ru
         assert same_bits(attend(call.of(rows), target=late)[:2], [x[rows] for x in (o, lse)])
 
 
+@on_sim_and_gpu
+@pytest.mark.parametrize("rows", [1, 20])  # warps share 16 rows
+def test_more_parts_than_are_merged_at_once_are_attention(run: Run, rows: int) -> None:
+    """The last parts, which are merged last, have the largest scores."""
+    call = drawn(NEW | {"rows": rows}, (1200, 130), 1200)
+    call.k[:, :, 1100:] *= 4
+    o, lse, _ = attended(run, call, device=DeviceSpec.gpu("H100"))
+    assert_is_attention(call, o, lse, run.rounded)
+
+
 @pytest.mark.parametrize("kind", ["many parts", "a full tile"])
 def test_blocks_that_run_together_give_the_same_bits(kind: str) -> None:
     """Some blocks write parts while others merge parts, without a race between them."""

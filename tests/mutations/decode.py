@@ -11,7 +11,7 @@ from cuflash.executors.sim import Simulator
 from executors import SIM
 from mutations.planting import Edit
 
-SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
+SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 _CALL = drawn(NEW | {"rows": 3, "heads": 4, "window": (130, None), "sink": True}, (193, 2, 70))
 _HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for order in ("last_warp", "first_warp")]
 
@@ -29,12 +29,24 @@ def decode_is_right() -> None:
 
 
 def steps_use_stages_in_turn() -> None:
-    """Check that parts of many steps are within bounds, with equal bits for two, three and four stages."""
+    """Check that parts of many steps are within bounds, with equal bits for any stages and order."""
     call, device = drawn(NEW, (700, 690, 641), 700), replace(DeviceSpec.gpu("H100"), num_processors=2)
     o, lse, _ = attended(SIM, call, device=device, target=_HOSTILE[0])
     assert_is_attention(call, o, lse, SIM.rounded)
     for rows in ([0], [1, 0]):
         assert same_bits(attended(SIM, call.of(rows), device=device)[:2], [x[rows] for x in (o, lse)])
+    call = drawn(NEW | {"rows": 20}, (700,), 700)  # two warps read the same keys
+    results = attended(SIM, call, device=device)[:2]
+    for target in _HOSTILE:
+        assert same_bits(attended(SIM, call, device=device, target=target)[:2], results)
+
+
+def parts_are_merged_in_turn() -> None:
+    """Check that more parts than a warp merges at once are within bounds, if the last ones have the largest scores."""
+    call = drawn(NEW, (1200,), 1200)
+    call.k[:, :, 1100:] *= 4
+    o, lse, _ = attended(SIM, call, device=DeviceSpec.gpu("H100"))
+    assert_is_attention(call, o, lse, SIM.rounded)
 
 
 def pages_out_of_range_are_counted() -> None:
@@ -70,10 +82,10 @@ FAULTS = {
             "sm80/decode.cuh", "decode", "if (threadIdx.x == 0) tile::reset(arrivals);", ""
         ),
         "a step starts before its keys and values are there": Edit(
-            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kNumStages - 2>()", "ptx::cp_async_wait<kNumStages - 1>()"
+            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kNumStages - 1>()", "ptx::cp_async_wait<kNumStages>()"
         ),
-        "a step is copied over the one that is read": Edit(
-            "sm80/decode.cuh", "decode", "num_steps) copy.start_next(free_stage);", "num_steps) copy.start_next(stage);"
+        "parts of a unit's rows are copied as if they were whole": Edit(
+            "sm80/cache_copy.cuh", "CacheCopy.copy_rows", "first_row <= 0 && last_row >= kUnit &&", ""
         ),
         "rows past the end are copied": Edit(
             "sm80/cache_copy.cuh", "CacheCopy.start_next", "? valid_.hi - position : 0", "? kUnit : 0"
@@ -85,17 +97,23 @@ FAULTS = {
             "sm80/cache_copy.cuh", "CacheCopy.start_next", "next_ += kBlockKv; look_up();", "next_ += kBlockKv;"
         ),
         "sums of parts are not brought to one maximum": Edit(
-            "sm80/decode_epilogue.cuh", "merge_parts", "[part * num_rows + row] * weight;", "[part * num_rows + row];"
+            "sm80/decode_epilogue.cuh", "RowSum.add", "(stats.at[1] * weight)", "(stats.at[1])"
         ),
-        "sums of warps are not brought to one maximum": Edit(
-            "sm80/decode_softmax.cuh", "merge_warps",
-            "o.scale_row(i, RowStats::weight(stats.max[i], highest, softmax_scale_log2));", "",
+        "o of parts is not brought to one maximum": Edit(
+            "sm80/decode_epilogue.cuh", "RowSum.add", "+= of_summand * summands", "+= summands"
         ),
         "sixteen keys lie on the page of those before them": Edit(
             "sm80/cache_copy.cuh", "CacheCopy.advance", "number += pages;", ""
         ),
-        "parts that are read ahead are left out": Edit(
-            "sm80/decode_epilogue.cuh", "merge_parts", "< num_parts) add(part,", "> 0 && part < num_parts) add(part,"
+        "the first part is left out": Edit(
+            "sm80/decode_epilogue.cuh", "RowSum.add", "if (i < num &&", "if (i > 0 && i < num &&"
+        ),
+        "a warp's rows overwrite those of the warp before": Edit(
+            "sm80/decode_epilogue.cuh", "merge_warps", "at = key_group() * 16 + row - first", "at = row - first"
+        ),
+        "blocks without a part do not wait for the queries": Edit(
+            "sm80/decode.cuh", "decode_cache", "num_parts) return ptx::cp_async_wait<0>(); if (!of.is_valid",
+            "num_parts) return; if (!of.is_valid",
         ),
         "sums are not brought to a maximum that rose": Edit(
             "sm80/decode_softmax.cuh", "RowStats.update",
@@ -108,7 +126,8 @@ FAULTS = {
             "attention/decode_work.cuh", "seen_by_all", "max(0, of.length - 1 - params.left)", "0"
         ),
         "parts depend on the batch": Edit(
-            "attention/decode_work.cuh", "part_of", "/ params.max_parts", "/ params.max_parts + params.cache.batch - 1"
+            "attention/decode_work.cuh", "part_of", "params.max_parts).quotient",
+            "params.max_parts).quotient + params.cache.batch - 1",
         ),
         "rows beyond a sequence's count see its keys": Edit(
             "attention/decode_work.cuh", "packed_row_mask", "&& number < of.count", ""
@@ -118,15 +137,30 @@ FAULTS = {
             "of.length",
         ),
         "a sink is left out of o": Edit(
-            "sm80/decode_epilogue.cuh", "finish_row", "factor *= merge_sink(", "merge_sink("
+            "sm80/decode_epilogue.cuh", "RowSum.write", "factor *= merge_sink(", "merge_sink("
         ),
     },
     steps_use_stages_in_turn: {
         "a step is copied to the stage of the next one": Edit(
-            "sm80/decode.cuh", "decode", "free_stage = stage;", "free_stage = stage + 1 == kNumStages ? 0 : stage + 1;"
+            "sm80/decode.cuh", "decode", "num_steps) copy.start_next(stage); ptx::cp_async_commit(); stage =",
+            "num_steps) copy.start_next(stage + 1 == kNumStages ? 0 : stage + 1); ptx::cp_async_commit(); stage =",
+        ),
+        "a step is copied over the one that is read": Edit(
+            "sm80/decode.cuh", "decode", "sync_key_group(); if (step + kNumStages", "if (step + kNumStages"
+        ),
+        "rows of the tile overwrite those before": Edit(
+            "sm80/decode_epilogue.cuh", "merge_warps", "first += 16) { __syncthreads();", "first += 16) {"
         ),
         "the last stage is left out": Edit(
             "sm80/decode.cuh", "decode", "+ 1 == kNumStages ? 0 : stage + 1;", "+ 1 == kNumStages - 1 ? 0 : stage + 1;"
+        ),
+    },
+    parts_are_merged_in_turn: {
+        "parts that were merged before keep their maximum": Edit(
+            "sm80/decode_epilogue.cuh", "RowSum.add", "scale(RowStats::weight(max, highest, softmax_scale_log2));", ""
+        ),
+        "only the first parts are merged": Edit(
+            "sm80/decode_epilogue.cuh", "RowSum.add", "first < num_summands; first", "first < 1; first"
         ),
     },
     pages_out_of_range_are_counted: {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..spec import KernelSpec
 
-MOST_PARTS = 128  # maximum number of parts of a sequence in decode kernels; must equal their kMostParts
+MOST_PARTS = 128  # maximum number of parts of a sequence in decode kernels
 _WORK_TILE, _VISIT_RANGE, _SCALE, _POINTER, _FLAG = 28, 24, 4, 8, 8  # bytes of a thread block's state in shared memory
 _CHUNK, _MATRIX = 20, 32  # bytes of a step and of an operand in the block mass kernel
 _STATISTICS = 4  # numbers per query that kernels for tangents of gradients store in shared memory
@@ -72,15 +72,14 @@ def mass_bytes(spec: KernelSpec) -> int:
 
 
 def decode_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of queries and of keys and values of all stages, or of the parts' weights if these need more."""
-    return _tiles_or_parts(spec, (spec.head_dim + spec.value_dim) * spec.dtype.itemsize)
+    """Return the bytes of queries, and of keys and values of all stages."""
+    return _queries_and_stages(spec, (spec.head_dim + spec.value_dim) * spec.dtype.itemsize)
 
 
 def decode_e4m3_bytes(spec: KernelSpec) -> int:
     """Return the same as `decode_bytes` for FP8 rows, including a scale for each row of keys and of values."""
-    return _tiles_or_parts(spec, spec.head_dim + spec.value_dim + 2 * _SCALE)
+    return _queries_and_stages(spec, spec.head_dim + spec.value_dim + 2 * _SCALE)
 
 
-def _tiles_or_parts(spec: KernelSpec, row: int) -> int:
-    tiles = spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
-    return max(tiles, (2 * MOST_PARTS + 1) * spec.block_q * 4)
+def _queries_and_stages(spec: KernelSpec, row: int) -> int:
+    return spec.block_q * spec.head_dim * spec.dtype.itemsize + spec.num_stages * spec.block_kv * row
