@@ -29,20 +29,6 @@ CUFLASH_DEVICE void cp_async_cg_16(uint32_t destination, const void* source, int
                : "memory");
 }
 
-// Return a policy for data that are read once: the level-2 cache evicts them before other data.
-CUFLASH_DEVICE uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// Copy 16 bytes past the L1 cache, with a policy for the level-2 cache.
-CUFLASH_DEVICE void cp_async_cg_16(uint32_t destination, const void* source, int source_bytes, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
-               "r"(source_bytes), "l"(policy)
-               : "memory");
-}
-
 // Close the group of all copies that this thread has issued since its last commit; an empty group counts too.
 CUFLASH_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

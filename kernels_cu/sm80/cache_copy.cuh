@@ -144,7 +144,7 @@ class CacheCopy {
     const uint32_t start = tile.address(to + own_row(), own_chunk());
     const auto copy = [&](int row, int chunk, bool is_there) {
       ptx::cp_async_cg_16(Tile::advanced(start, row, chunk),
-                          from + (is_there ? row * row_stride + chunk * Tile::kChunk : 0), is_there ? 16 : 0, policy_);
+                          from + (is_there ? row * row_stride + chunk * Tile::kChunk : 0), is_there ? 16 : 0);
     };
     if (first_row <= 0 && last_row >= kUnit && num_columns == Tile::kChunks * Tile::kChunk) {  // no chunk is checked
 #pragma unroll
@@ -199,7 +199,6 @@ class CacheCopy {
   int pages_[kUnits], rows_[kUnits];
   int position_ = 0;  // position of the key that is looked up next, if keys are chosen
   bool are_chunks_;
-  const uint64_t policy_ = ptx::evict_first_policy();  // a call reads keys and values once
 };
 
 }  // namespace cuflash::sm80

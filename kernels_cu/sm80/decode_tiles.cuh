@@ -1,6 +1,7 @@
 #pragma once
 #include <attention/config_mma.cuh>
 #include <attention/decode_work.cuh>
+#include <ptx/barrier.cuh>
 #include <ptx/cp_async.cuh>
 
 // Constants, register tiles and shared memory of decode kernels (sm80/decode.cuh).
@@ -28,7 +29,7 @@ CUFLASH_DEVICE int key_group() { return threadIdx.x / 32 / kRowGroups; }
 // Wait for the warps that read the same keys.
 CUFLASH_DEVICE void sync_key_group() {
   if constexpr (kRowGroups == 1) __syncwarp();
-  else __syncthreads();
+  else ptx::bar_sync(1 + key_group(), 32 * kRowGroups);
 }
 
 // The merge buffer, in floats: maxima, sums and o of 16 rows of each warp that divides the keys. It overwrites queries,

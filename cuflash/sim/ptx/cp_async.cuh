@@ -18,13 +18,6 @@ CUFLASH_DEVICE void cp_async_cg_16(uint32_t destination, const void* source, int
   sim::cp_async(destination, source, 16, source_bytes, "cp_async_cg_16", where);
 }
 
-// The simulator has no level-2 cache, so that a policy has no effect.
-CUFLASH_DEVICE uint64_t evict_first_policy() { return 0; }
-CUFLASH_DEVICE void cp_async_cg_16(uint32_t destination, const void* source, int source_bytes, uint64_t,
-                                   CUFLASH_SIM_WHERE) {
-  sim::cp_async(destination, source, 16, source_bytes, "cp_async_cg_16", where);
-}
-
 CUFLASH_DEVICE void cp_async_commit(CUFLASH_SIM_WHERE) { sim::cp_async_commit(where); }
 
 template <int kPending>
