@@ -13,7 +13,9 @@ from mutations.planting import Edit
 
 SIGNS = (AssertionError, sim.SimulationError)  # exceptions with which a guard reports a fault
 _CALL = drawn(NEW | {"rows": 3, "heads": 4, "window": (130, None), "sink": True}, (193, 2, 70))
-_HOSTILE = [Simulator(sim.Schedule(seed=1, order=order, copies="late")) for order in ("last_warp", "first_warp")]
+_HOSTILE = [
+    Simulator(sim.Schedule(seed=1, order=order, copies="late")) for order in ("last_warp", "first_warp", "random")
+]
 
 
 def decode_is_right() -> None:
@@ -147,6 +149,12 @@ FAULTS = {
         ),
         "a step is copied over the one that is read": Edit(
             "sm80/decode.cuh", "decode", "sync_key_group(); if (step + kNumStages", "if (step + kNumStages"
+        ),
+        "warps that share keys do not wait for each other": Edit(
+            "sm80/decode_tiles.cuh", "sync_key_group", "if constexpr (kRowGroups == 1)", "if constexpr (true)"
+        ),
+        "warps that share no keys count as those that do": Edit(
+            "sm80/decode_tiles.cuh", "sync_key_group", "(1 + key_group(),", "(1,"
         ),
         "rows of the tile overwrite those before": Edit(
             "sm80/decode_epilogue.cuh", "merge_warps", "first += 16) { __syncthreads();", "first += 16) {"
