@@ -4,15 +4,15 @@
 #include <sm80/decode_softmax.cuh>
 
 // Merges the results of a decode kernel (sm80/decode.cuh): those of the warps that divide a part's keys, and then those
-// of a sequence's parts, which the block that ends last merges. A warp merges a row at a time.
+// of a sequence's parts, which the block that ends last merges.
 namespace cuflash::sm80 {
 
 using Vector = tile::Vector<float>;
 
 // A summand of rows: its maxima and sums, and its o. The next summand's follow `rows` rows later.
 struct Summands {
-  const tile::Float2* stats;
-  const float* o;
+  tile::Float2* stats;
+  float* o;
   int rows, row_floats;  // rows of a summand, and floats from a row of o to the next
 };
 
@@ -93,31 +93,40 @@ struct RowSum {
   }
 };
 
-// Merge the results of the warps that divide the keys among themselves. Calls write(row, sum) for each row, by a whole
-// warp. Called by all threads.
-template <class Stage, class Write>
-CUFLASH_DEVICE void merge_warps(const RowStats& stats, const Output& o, int num_rows, float softmax_scale_log2,
-                                const Write& write) {
-  auto* const stats_room = reinterpret_cast<tile::Float2*>(merge_room());
+// Merge the results of the warps that divide the keys among themselves, and store their sums as rows first_row and
+// those after it of `to`. Called by all threads.
+template <class Stage>
+CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, int num_rows, float softmax_scale_log2, const Summands& to,
+                                int64_t first_row) {
   float* const o_room = merge_room() + kStatsFloats;
+  auto* const stats_room = reinterpret_cast<tile::Float2*>(merge_room());
+  const auto store = [&](int i, float sum, tile::Float2& to_stats, float* to_o) {
+    Stage::store_row(to_o, o, i);
+    if (o.first_column() == 0) to_stats = {{stats.max[i], sum}};
+  };
   ptx::cp_async_wait<0>();
-#pragma unroll 1
-  for (int first = 0; first < num_rows; first += 16) {
-    __syncthreads();  // all warps have read queries, keys and values, or the rows before
+  __syncthreads();  // all warps have read queries, keys and values
+  if constexpr (kMergesRows) {
 #pragma unroll
     for (int i = 0; i < Output::kRows; ++i) {
       const float sum = tile::quad_sum(stats.sum[i]);
-      const int row = o.first_row() + o.row(i), at = key_group() * 16 + row - first;
-      if (row < first || row >= min(first + 16, num_rows)) continue;
-      Stage::store_row(o_room + at * kRowFloats, o, i);
-      if (o.first_column() == 0) stats_room[at] = {{stats.max[i], sum}};
+      const int row = o.row(i) + o.first_row(), at = key_group() * 16 + row;
+      if (row < num_rows) store(i, sum, stats_room[at], o_room + at * kRowFloats);
     }
     __syncthreads();  // all warps have stored their rows
 #pragma unroll 1
-    for (int row = first + threadIdx.x / 32; row < min(first + 16, num_rows); row += kNumWarps) {
+    for (int row = threadIdx.x / 32; row < num_rows; row += kNumWarps) {
       RowSum of_row;
-      of_row.add<kKeyGroups>({stats_room, o_room, 16, kRowFloats}, row - first, kKeyGroups, softmax_scale_log2);
-      write(row, of_row);
+      of_row.add<kKeyGroups>({stats_room, o_room, 16, kRowFloats}, row, kKeyGroups, softmax_scale_log2);
+      of_row.store(to.stats[first_row + row], to.o + (first_row + row) * kValueDim);
+    }
+  } else {
+    add_warps(stats, o, stats_room, o_room, softmax_scale_log2);
+    if (key_group() != 0) return;
+#pragma unroll
+    for (int i = 0; i < Output::kRows; ++i) {
+      const int64_t row = first_row + o.first_row() + o.row(i);
+      if (row - first_row < num_rows) store(i, stats.sum[i], to.stats[row], to.o + row * kValueDim);
     }
   }
 }
@@ -127,6 +136,7 @@ CUFLASH_DEVICE void merge_warps(const RowStats& stats, const Output& o, int num_
 CUFLASH_DEVICE bool arrives_last(int* arrivals, int num_parts) {
   int& is_last = *reinterpret_cast<int*>(merge_room());
   __syncthreads();  // the part is written, and all threads have read the merge buffer
+  if (num_parts == 1) return true;
   if (threadIdx.x == 0) is_last = ptx::fetch_add_acq_rel(arrivals, 1) == num_parts - 1;
   __syncthreads();
   return is_last;

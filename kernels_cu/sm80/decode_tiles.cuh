@@ -3,6 +3,7 @@
 #include <attention/decode_work.cuh>
 #include <ptx/barrier.cuh>
 #include <ptx/cp_async.cuh>
+#include <tile/accumulator_layout.cuh>
 
 // Constants, register tiles and shared memory of decode kernels (sm80/decode.cuh).
 namespace cuflash::sm80 {
@@ -32,10 +33,15 @@ CUFLASH_DEVICE void sync_key_group() {
   else ptx::bar_sync(1 + key_group(), 32 * kRowGroups);
 }
 
-// The merge buffer, in floats: maxima, sums and o of 16 rows of each warp that divides the keys. It overwrites queries,
-// keys and values once all warps have read them. Rows are 8 floats apart so that a warp's stores use different banks.
-constexpr int kStatsFloats = 2 * kKeyGroups * 16, kRowFloats = kValueDim + 8;
-constexpr int kMergeFloats = kStatsFloats + kKeyGroups * 16 * kRowFloats;
+// The merge buffer, in floats: maxima, sums and o of the warps that divide the keys, and of a part that is a whole
+// sequence. It overwrites queries, keys and values once all warps have read them. Rows of o are 8 floats apart so that
+// a warp's stores use different banks.
+constexpr bool kMergesRows = kRowGroups == 1;  // otherwise, warps add their tiles in pairs
+constexpr int kStatsFloats = 2 * kKeyGroups * kBlockQ, kRowFloats = kValueDim + 8;
+constexpr int kFloatsOfWarp = Output::kColumnTiles * 4 * 32;
+constexpr int kFloatsOfWarps = kMergesRows ? kKeyGroups * 16 * kRowFloats : kKeyGroups / 2 * kRowGroups * kFloatsOfWarp;
+constexpr int kMergeFloats = kStatsFloats + kFloatsOfWarps, kFloatsOfPart = kBlockQ * (2 + kValueDim);
+constexpr int kOnlyPart = kMergesRows ? kMergeFloats : 0;  // where a part that is a sequence starts
 constexpr int kPartsAtOnce = kValueDim <= 128 ? 16 : 8;  // number of parts that a warp loads at once
 
 template <class Stage>

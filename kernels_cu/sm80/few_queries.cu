@@ -50,11 +50,11 @@ sm80_few_queries(const __grid_constant__ cuflash::attention::Params params,
   work.last = params.shape.seqlen_q;  // all heads have the same queries
   const BatchHead& heads = work.batch_head;
   const Decode of_entry = decode_of(params, parts, heads);
-  start_queries(of_entry, heads);
   const VisitRange keys = visit_range_of_queries(params, work);
   const Sequence of{max(keys.start, keys.stop), params.shape.seqlen_q, keys.start, true};
   const Part part = part_of<kBlockKv>(of_entry, of, by_part.remainder);
-  if (part.number >= part.num_parts) return ptx::cp_async_wait<0>();  // for the queries
+  if (part.number >= part.num_parts) return;
+  start_queries(of_entry, heads);
   const int kv_head = divmod(heads.head, params.shape.group_size).quotient;
   decode<PlainStage>(of_entry, {}, {heads, 0, kv_head, by_part.quotient, part},
                      QueriesInOrder<PackedQueries>{{params, heads, keys}, of.first_key}, sink, score_function);
