@@ -125,7 +125,7 @@ FAULTS = {
             "[&] { __threadfence(); return ptx::fetch_add(arrivals, 1); }()",
         ),
         "a part is counted before all warps have written theirs": Edit(
-            "sm80/decode_epilogue.cuh", "arrives_last", "__syncthreads(); if (threadIdx.x == 0", "if (threadIdx.x == 0"
+            "sm80/decode_epilogue.cuh", "arrives_last", "__syncthreads(); if (num_parts == 1)", "if (num_parts == 1)"
         ),
         "each part sets the count of parts back": Edit(
             "sm80/decode.cuh", "decode", ")) return;", ")) { if (threadIdx.x == 0) *arrivals = 0; return; }"

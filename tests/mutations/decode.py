@@ -38,9 +38,10 @@ def steps_use_stages_in_turn() -> None:
     for rows in ([0], [1, 0]):
         assert same_bits(attended(SIM, call.of(rows), device=device)[:2], [x[rows] for x in (o, lse)])
     call = drawn(NEW | {"rows": 20}, (700,), 700)  # two warps read the same keys
-    results = attended(SIM, call, device=device)[:2]
+    o, lse, _ = attended(SIM, call, device=device)
+    assert_is_attention(call, o, lse, SIM.rounded)
     for target in _HOSTILE:
-        assert same_bits(attended(SIM, call, device=device, target=target)[:2], results)
+        assert same_bits(attended(SIM, call, device=device, target=target)[:2], (o, lse))
 
 
 def parts_are_merged_in_turn() -> None:
@@ -84,7 +85,7 @@ FAULTS = {
             "sm80/decode.cuh", "decode", "if (threadIdx.x == 0) tile::reset(arrivals);", ""
         ),
         "a step starts before its keys and values are there": Edit(
-            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kNumStages - 1>()", "ptx::cp_async_wait<kNumStages>()"
+            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kAhead - 1>()", "ptx::cp_async_wait<kAhead>()"
         ),
         "parts of a unit's rows are copied as if they were whole": Edit(
             "sm80/cache_copy.cuh", "CacheCopy.copy_rows", "first_row <= 0 && last_row >= kUnit &&", ""
@@ -111,7 +112,7 @@ FAULTS = {
             "sm80/decode_epilogue.cuh", "RowSum.add", "if (i < num &&", "if (i > 0 && i < num &&"
         ),
         "a warp's rows overwrite those of the warp before": Edit(
-            "sm80/decode_epilogue.cuh", "merge_warps", "at = key_group() * 16 + row - first", "at = row - first"
+            "sm80/decode_epilogue.cuh", "merge_warps", "at = key_group() * 16 + row", "at = row"
         ),
         "blocks without a part do not wait for the queries": Edit(
             "sm80/decode.cuh", "decode_cache", "num_parts) return ptx::cp_async_wait<0>(); if (!of.is_valid",
@@ -144,11 +145,10 @@ FAULTS = {
     },
     steps_use_stages_in_turn: {
         "a step is copied to the stage of the next one": Edit(
-            "sm80/decode.cuh", "decode", "num_steps) copy.start_next(stage); ptx::cp_async_commit(); stage =",
-            "num_steps) copy.start_next(stage + 1 == kNumStages ? 0 : stage + 1); ptx::cp_async_commit(); stage =",
+            "sm80/decode.cuh", "decode", "refill(stage);", "refill(stage + 1 == kNumStages ? 0 : stage + 1);"
         ),
         "a step is copied over the one that is read": Edit(
-            "sm80/decode.cuh", "decode", "sync_key_group(); if (step + kNumStages", "if (step + kNumStages"
+            "sm80/decode.cuh", "decode", "refill(stage == 0 ? kNumStages - 1 : stage - 1);", "refill(stage);"
         ),
         "warps that share keys do not wait for each other": Edit(
             "sm80/decode_tiles.cuh", "sync_key_group", "if constexpr (kRowGroups == 1)", "if constexpr (true)"
@@ -156,8 +156,16 @@ FAULTS = {
         "warps that share no keys count as those that do": Edit(
             "sm80/decode_tiles.cuh", "sync_key_group", "(1 + key_group(),", "(1,"
         ),
-        "rows of the tile overwrite those before": Edit(
-            "sm80/decode_epilogue.cuh", "merge_warps", "first += 16) { __syncthreads();", "first += 16) {"
+        "sums of pairs of warps are not brought to one maximum": Edit(
+            "sm80/decode_softmax.cuh", "add_warps",
+            "o.scale_row(i, RowStats::weight(stats.max[i], highest, softmax_scale_log2));", "",
+        ),
+        "warps add tiles before they are stored": Edit(
+            "sm80/decode_softmax.cuh", "add_warps", "__syncthreads(); if (own_group < half)", "if (own_group < half)"
+        ),
+        "warps overwrite tiles before they are added": Edit(
+            "sm80/decode_softmax.cuh", "add_warps", "0, Output::kColumnTiles); __syncthreads();",
+            "0, Output::kColumnTiles);",
         ),
         "the last stage is left out": Edit(
             "sm80/decode.cuh", "decode", "+ 1 == kNumStages ? 0 : stage + 1;", "+ 1 == kNumStages - 1 ? 0 : stage + 1;"
