@@ -112,17 +112,14 @@ template <class Stage, class Queries, class Score>
 CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& arrays, const DecodeTile& work,
                            const Queries& own, attention::SinkArgument<Config> sink, const Score& score) {
   using namespace attention;
-  static_assert(4 * kMergeFloats <= kBytesOfDecode<Stage> && 4 * (kOnlyPart + kFloatsOfPart) <= kBytesOfDecode<Stage>,
-                "there is room for what is merged");
+  static_assert(4 * kMergeFloats <= kBytesOfDecode<Stage>, "there is room for what is merged");
   const BatchHead& heads = work.heads;
   const Part& part = work.part;
   const int num_rows = params.group_size * params.num_queries;
   const int num_steps = (part.stop - part.start + kBlockKv - 1) / kBlockKv;  // 0 for an empty sequence
   CacheCopy<Stage, typename Queries::Keys> copy(params, arrays, work.sequence, work.kv_head, own.keys, part);
-  // Warps that share keys wait for each other once a step: the stage that they read in the step before is then free.
-  constexpr int kAhead = kRowGroups == 1 ? kNumStages : kNumStages - 1;
 #pragma unroll 1  // keeps the code small: the cache loads it once
-  for (int stage = 0; stage < kAhead; ++stage) {
+  for (int stage = 0; stage < kNumStages; ++stage) {
     if (stage < num_steps) copy.start_next(stage);
     ptx::cp_async_commit();
   }
@@ -136,18 +133,13 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
   }
   Output o;
   o.fill(0);
-  ptx::cp_async_wait<kAhead>();
+  ptx::cp_async_wait<kNumStages>();
   __syncthreads();  // the queries have arrived
   const auto queries = Stage::queries();
   int stage = 0;
   for (int step = 0; step < num_steps; ++step) {
-    const auto refill = [&](int free_stage) {
-      if (step + kAhead < num_steps) copy.start_next(free_stage);
-      ptx::cp_async_commit();
-    };
-    ptx::cp_async_wait<kAhead - 1>();
-    sync_key_group();  // keys and values of the step have arrived, and those of the step before have been read
-    if constexpr (kRowGroups > 1) refill(stage == 0 ? kNumStages - 1 : stage - 1);
+    ptx::cp_async_wait<kNumStages - 1>();
+    sync_key_group();  // keys and values of the step have arrived
     Scores s;
     stage_smem<Stage>(stage).multiply(s, queries);
     const int start = part.start + step * kBlockKv, stop = min(start + kBlockKv, part.stop);
@@ -156,23 +148,22 @@ CUFLASH_DEVICE void decode(const Decode& params, const typename Stage::Arrays& a
     own.mask(s, start, stop, part);
     stats.update(s, o, softmax_scale_log2, has_lower_rows);
     stage_smem<Stage>(stage).add(o, s);
-    if constexpr (kRowGroups == 1) {
-      __syncwarp();  // keys and values of the step have been read
-      refill(stage);
-    }
+    sync_key_group();  // keys and values of the step have been read
+    if (step + kNumStages < num_steps) copy.start_next(stage);
+    ptx::cp_async_commit();
     stage = stage + 1 == kNumStages ? 0 : stage + 1;
   }
   const int64_t first_row = static_cast<int64_t>(work.number) * params.max_parts * num_rows;
-  float* const room = merge_room() + kOnlyPart;
   const bool is_only = part.num_parts == 1;
-  const Summands parts{is_only ? reinterpret_cast<tile::Float2*>(room)
-                               : reinterpret_cast<tile::Float2*>(params.stats_parts) + first_row,
-                       is_only ? room + 2 * kBlockQ : params.o_parts + first_row * kValueDim, num_rows, kValueDim};
+  auto* const stats_parts = is_only ? reinterpret_cast<tile::Float2*>(merge_room() + kOnlyStats)
+                                    : reinterpret_cast<tile::Float2*>(params.stats_parts) + first_row;
+  float* const o_parts = is_only ? merge_room() + kOnlyO : params.o_parts + first_row * kValueDim;
   const int number = static_cast<int>(blockIdx.x) - work.number * params.max_parts;  // not held during the steps
-  merge_warps<Stage>(stats, o, num_rows, softmax_scale_log2, parts, number * num_rows);
+  merge_warps<Stage>(stats, o, num_rows, softmax_scale_log2, stats_parts + number * num_rows,
+                     o_parts + number * num_rows * kValueDim);
   int* const arrivals = params.arrivals + work.number;
   if (!arrives_last(arrivals, part.num_parts)) return;
-  merge_parts(params, heads, parts, part.num_parts, softmax_scale_log2, sink);
+  merge_parts(params, heads, {stats_parts, o_parts, num_rows}, part.num_parts, softmax_scale_log2, sink);
   if (threadIdx.x == 0) tile::reset(arrivals);
 }
 

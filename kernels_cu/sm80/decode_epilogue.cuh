@@ -11,9 +11,9 @@ using Vector = tile::Vector<float>;
 
 // A summand of rows: its maxima and sums, and its o. The next summand's follow `rows` rows later.
 struct Summands {
-  tile::Float2* stats;
-  float* o;
-  int rows, row_floats;  // rows of a summand, and floats from a row of o to the next
+  const tile::Float2* stats;
+  const float* o;
+  int rows;
 };
 
 // The sum of a row's summands: the row's maximum and sum, and a thread's part of o, which is four of each 128 columns.
@@ -24,29 +24,28 @@ struct RowSum {
   Vector o[kVectors]{};
 
   static CUFLASH_DEVICE int column(int vector) { return 128 * vector + 4 * ptx::lane(); }
-  // Add summands of a row in order, Width at a time; each thread computes the weight of one of them. Called by whole
-  // warps.
-  template <int Width>
+  // Add summands of a row in order, kPartsAtOnce at a time; each thread computes the weight of one of them. Called by
+  // whole warps.
   CUFLASH_DEVICE void add(const Summands& of, int row, int num_summands, float softmax_scale_log2) {
 #pragma unroll 1  // keeps the code small
-    for (int first = 0; first < num_summands; first += Width) {
-      const int num = min(Width, num_summands - first), own = ptx::lane() % Width;
+    for (int first = 0; first < num_summands; first += kPartsAtOnce) {
+      const int num = min(kPartsAtOnce, num_summands - first), own = ptx::lane() % kPartsAtOnce;
       tile::Float2 stats{{ptx::negative_infinity<float>(), 0}};
       if (own < num) stats = of.stats[(first + own) * of.rows + row];
-      const float* from = of.o + static_cast<int64_t>(first * of.rows + row) * of.row_floats + column(0);
-      Vector summands[Width][kVectors]{};  // loaded before their weights are known
+      const float* from = of.o + static_cast<int64_t>(first * of.rows + row) * kValueDim + column(0);
+      Vector summands[kPartsAtOnce][kVectors]{};  // loaded before their weights are known
 #pragma unroll
-      for (int i = 0; i < Width; ++i, from += of.rows * of.row_floats)
+      for (int i = 0; i < kPartsAtOnce; ++i, from += of.rows * kValueDim)
 #pragma unroll
         for (int v = 0; v < kVectors; ++v)
           if (i < num && column(v) < kValueDim) summands[i][v] = *reinterpret_cast<const Vector*>(from + 128 * v);
-      const float highest = fmaxf(max, tile::lane_max<Width>(stats.at[0]));
+      const float highest = fmaxf(max, tile::lane_max<kPartsAtOnce>(stats.at[0]));
       const float weight = RowStats::weight(stats.at[0], highest, softmax_scale_log2);
       scale(RowStats::weight(max, highest, softmax_scale_log2));
       max = highest;
-      sum += tile::lane_sum<Width>(stats.at[1] * weight);
+      sum += tile::lane_sum<kPartsAtOnce>(stats.at[1] * weight);
 #pragma unroll
-      for (int i = 0; i < Width; ++i) {
+      for (int i = 0; i < kPartsAtOnce; ++i) {
         const float of_summand = __shfl_sync(0xffffffffu, weight, i);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v)
@@ -54,13 +53,6 @@ struct RowSum {
           for (int e = 0; e < 4; ++e) o[v].at[e] += of_summand * summands[i][v].at[e];
       }
     }
-  }
-  // Store the row as a summand. Called by whole warps.
-  CUFLASH_DEVICE void store(tile::Float2& stats, float* to) const {
-    if (ptx::lane() == 0) stats = {{max, sum}};
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v)
-      if (column(v) < kValueDim) *reinterpret_cast<Vector*>(to + column(v)) = o[v];
   }
   // Divide o by the sum, and write it and lse as results of a row. Called by whole warps.
   CUFLASH_DEVICE void write(const Decode& params, const attention::BatchHead& heads, int row, float softmax_scale_log2,
@@ -93,42 +85,64 @@ struct RowSum {
   }
 };
 
-// Merge the results of the warps that divide the keys among themselves, and store their sums as rows first_row and
-// those after it of `to`. Called by all threads.
+// Add o of the warps that divide the keys among themselves, in pairs; the warps of the first keys receive the sums.
+// Called by all threads.
+CUFLASH_DEVICE void add_pairs(Output& o, float* sums) {
+  using Layout = tile::AccumulatorLayout<Output, 4>;
+  const int own_group = key_group(), row_group = threadIdx.x / 32 % kRowGroups;
+#pragma unroll
+  for (int half = kKeyGroups / 2; half > 0; half /= 2) {
+    float* const room = sums + (own_group % half * kRowGroups + row_group) * kFloatsOfWarp + 4 * ptx::lane();
+    if (own_group >= half && own_group < 2 * half) Layout::store_shared(room, o);
+    __syncthreads();  // the summands are stored
+    if (own_group < half) Layout::add_shared(room, o, 0, Output::kColumnTiles);
+    __syncthreads();  // all threads have read the summands
+  }
+}
+
+// Return the sum of four columns of a row, in the order of `add_pairs`. `summands` are those of the first keys.
+CUFLASH_DEVICE Vector sum_of_pairs(const float* summands) {
+  Vector x[kKeyGroups];
+#pragma unroll
+  for (int group = 0; group < kKeyGroups; ++group)
+    x[group] = *reinterpret_cast<const Vector*>(summands + group * 16 * kRowFloats);
+#pragma unroll
+  for (int half = kKeyGroups / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int group = 0; group < half; ++group)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[group].at[e] += x[group + half].at[e];
+  return x[0];
+}
+
+// Merge the results of the warps that divide the keys among themselves, and store the sums in rows 0 <= i < num_rows of
+// to_stats and to_o. The bits do not depend on the number of rows of a tile. Called by all threads.
 template <class Stage>
-CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, int num_rows, float softmax_scale_log2, const Summands& to,
-                                int64_t first_row) {
+CUFLASH_DEVICE void merge_warps(RowStats& stats, Output& o, int num_rows, float softmax_scale_log2,
+                                tile::Float2* to_stats, float* to_o) {
   float* const o_room = merge_room() + kStatsFloats;
-  auto* const stats_room = reinterpret_cast<tile::Float2*>(merge_room());
-  const auto store = [&](int i, float sum, tile::Float2& to_stats, float* to_o) {
-    Stage::store_row(to_o, o, i);
-    if (o.first_column() == 0) to_stats = {{stats.max[i], sum}};
-  };
   ptx::cp_async_wait<0>();
   __syncthreads();  // all warps have read queries, keys and values
-  if constexpr (kMergesRows) {
+  bring_to_one_maximum(stats, o, reinterpret_cast<tile::Float2*>(merge_room()), softmax_scale_log2);
 #pragma unroll
-    for (int i = 0; i < Output::kRows; ++i) {
-      const float sum = tile::quad_sum(stats.sum[i]);
-      const int row = o.row(i) + o.first_row(), at = key_group() * 16 + row;
-      if (row < num_rows) store(i, sum, stats_room[at], o_room + at * kRowFloats);
-    }
-    __syncthreads();  // all warps have stored their rows
-#pragma unroll 1
-    for (int row = threadIdx.x / 32; row < num_rows; row += kNumWarps) {
-      RowSum of_row;
-      of_row.add<kKeyGroups>({stats_room, o_room, 16, kRowFloats}, row, kKeyGroups, softmax_scale_log2);
-      of_row.store(to.stats[first_row + row], to.o + (first_row + row) * kValueDim);
-    }
-  } else {
-    add_warps(stats, o, stats_room, o_room, softmax_scale_log2);
-    if (key_group() != 0) return;
-#pragma unroll
-    for (int i = 0; i < Output::kRows; ++i) {
-      const int64_t row = first_row + o.first_row() + o.row(i);
-      if (row - first_row < num_rows) store(i, stats.sum[i], to.stats[row], to.o + row * kValueDim);
-    }
+  for (int i = 0; i < Output::kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+    if (row < num_rows && key_group() == 0 && o.first_column() == 0) to_stats[row] = {{stats.max[i], stats.sum[i]}};
   }
+  if constexpr (!kMergesRows) add_pairs(o, o_room);
+#pragma unroll
+  for (int i = 0; i < Output::kRows; ++i) {
+    const int row = o.first_row() + o.row(i);
+    if (row >= num_rows) continue;
+    if (kMergesRows) Stage::store_row(o_room + (key_group() * 16 + row) * kRowFloats, o, i);
+    else if (key_group() == 0) Stage::store_row(to_o + row * kValueDim, o, i);
+  }
+  if constexpr (!kMergesRows) return;
+  __syncthreads();  // all warps have stored their rows
+  constexpr int kVectors = kValueDim / 4;
+#pragma unroll 1
+  for (int at = threadIdx.x; at < num_rows * kVectors; at += kThreads)
+    reinterpret_cast<Vector*>(to_o)[at] = sum_of_pairs(o_room + at / kVectors * kRowFloats + at % kVectors * 4);
 }
 
 // Count a part as written. Return whether it is the last one to arrive; if so, its block sees what all others wrote.
@@ -148,7 +162,7 @@ CUFLASH_DEVICE void merge_parts(const Decode& params, const attention::BatchHead
 #pragma unroll 1
   for (int row = threadIdx.x / 32; row < parts.rows; row += kNumWarps) {
     RowSum of_row;
-    of_row.add<kPartsAtOnce>(parts, row, num_parts, softmax_scale_log2);
+    of_row.add(parts, row, num_parts, softmax_scale_log2);
     of_row.write(params, heads, row, softmax_scale_log2, sink);
   }
 }

@@ -1,7 +1,7 @@
 #pragma once
 #include <sm80/decode_tiles.cuh>
 
-// The online softmax of each warp of a decode kernel (sm80/decode.cuh), and sums of large tiles of the warps.
+// The online softmax of each warp of a decode kernel (sm80/decode.cuh), and the maximum of all warps.
 namespace cuflash::sm80 {
 
 // Running maximum and sum of a thread's rows, in units of q k^T. They depend only on the row's own scores.
@@ -37,38 +37,31 @@ struct RowStats {
   }
 };
 
-// Add the results of the warps that divide the keys among themselves, in pairs; the warps of the first keys receive the
-// sums. Called by all threads.
-CUFLASH_DEVICE void add_warps(RowStats& stats, Output& o, tile::Float2* stats_room, float* o_room,
-                              float softmax_scale_log2) {
-  const int own_group = key_group(), row_group = threadIdx.x / 32 % kRowGroups;
+// Bring o of the warps that divide the keys among themselves to the maximum of all of them. Each warp receives the
+// maximum and the sum of all. Called by all threads.
+CUFLASH_DEVICE void bring_to_one_maximum(RowStats& stats, Output& o, tile::Float2* room, float softmax_scale_log2) {
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i) {
     const float sum = tile::quad_sum(stats.sum[i]);
-    if (o.first_column() == 0) stats_room[own_group * kBlockQ + o.first_row() + o.row(i)] = {{stats.max[i], sum}};
+    if (o.first_column() == 0) room[key_group() * kBlockQ + o.first_row() + o.row(i)] = {{stats.max[i], sum}};
   }
   __syncthreads();  // all warps have stored their maxima and sums
 #pragma unroll
   for (int i = 0; i < Output::kRows; ++i) {
-    const tile::Float2* const of_row = stats_room + o.first_row() + o.row(i);
+    const tile::Float2* const of_row = room + o.first_row() + o.row(i);
     float highest = of_row[0].at[0], sum = 0;
 #pragma unroll
     for (int group = 1; group < kKeyGroups; ++group) highest = fmaxf(highest, of_row[group * kBlockQ].at[0]);
 #pragma unroll
     for (int group = 0; group < kKeyGroups; ++group)
-      sum += of_row[group * kBlockQ].at[1] * RowStats::weight(of_row[group * kBlockQ].at[0], highest, softmax_scale_log2);
-    o.scale_row(i, RowStats::weight(stats.max[i], highest, softmax_scale_log2));
+      sum = ptx::fma(RowStats::weight(of_row[group * kBlockQ].at[0], highest, softmax_scale_log2),
+                     of_row[group * kBlockQ].at[1], sum);
+    const float factor = RowStats::weight(stats.max[i], highest, softmax_scale_log2);
+#pragma unroll
+    for (int j = 0; j < Output::kColumns; ++j)
+      o.at(i, j) = ptx::fma(o.at(i, j), factor, 0.0f);  // rounded before o of other warps is added, in every kernel
     stats.max[i] = highest;
     stats.sum[i] = sum;
-  }
-  using Layout = tile::AccumulatorLayout<Output, 4>;
-#pragma unroll
-  for (int half = kKeyGroups / 2; half > 0; half /= 2) {
-    float* const room = o_room + (own_group % half * kRowGroups + row_group) * kFloatsOfWarp + 4 * ptx::lane();
-    if (own_group >= half && own_group < 2 * half) Layout::store_shared(room, o);
-    __syncthreads();  // the summands are stored
-    if (own_group < half) Layout::add_shared(room, o, 0, Output::kColumnTiles);
-    __syncthreads();  // all threads have read the summands
   }
 }
 

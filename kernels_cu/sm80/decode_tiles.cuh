@@ -40,8 +40,9 @@ constexpr bool kMergesRows = kRowGroups == 1;  // otherwise, warps add their til
 constexpr int kStatsFloats = 2 * kKeyGroups * kBlockQ, kRowFloats = kValueDim + 8;
 constexpr int kFloatsOfWarp = Output::kColumnTiles * 4 * 32;
 constexpr int kFloatsOfWarps = kMergesRows ? kKeyGroups * 16 * kRowFloats : kKeyGroups / 2 * kRowGroups * kFloatsOfWarp;
-constexpr int kMergeFloats = kStatsFloats + kFloatsOfWarps, kFloatsOfPart = kBlockQ * (2 + kValueDim);
-constexpr int kOnlyPart = kMergesRows ? kMergeFloats : 0;  // where a part that is a sequence starts
+constexpr int kOnlyStats = kStatsFloats + kFloatsOfWarps;  // where a part that is a sequence starts
+constexpr int kOnlyO = kMergesRows ? kOnlyStats + 2 * kBlockQ : 0;
+constexpr int kMergeFloats = kMergesRows ? kOnlyO + kBlockQ * kValueDim : kOnlyStats + 2 * kBlockQ;
 constexpr int kPartsAtOnce = kValueDim <= 128 ? 16 : 8;  // number of parts that a warp loads at once
 
 template <class Stage>
