@@ -85,7 +85,7 @@ FAULTS = {
             "sm80/decode.cuh", "decode", "if (threadIdx.x == 0) tile::reset(arrivals);", ""
         ),
         "a step starts before its keys and values are there": Edit(
-            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kAhead - 1>()", "ptx::cp_async_wait<kAhead>()"
+            "sm80/decode.cuh", "decode", "ptx::cp_async_wait<kNumStages - 1>()", "ptx::cp_async_wait<kNumStages>()"
         ),
         "parts of a unit's rows are copied as if they were whole": Edit(
             "sm80/cache_copy.cuh", "CacheCopy.copy_rows", "first_row <= 0 && last_row >= kUnit &&", ""
@@ -112,11 +112,21 @@ FAULTS = {
             "sm80/decode_epilogue.cuh", "RowSum.add", "if (i < num &&", "if (i > 0 && i < num &&"
         ),
         "a warp's rows overwrite those of the warp before": Edit(
-            "sm80/decode_epilogue.cuh", "merge_warps", "at = key_group() * 16 + row", "at = row"
+            "sm80/decode_epilogue.cuh", "merge_warps", "(key_group() * 16 + row)", "row"
         ),
         "blocks without a part do not wait for the queries": Edit(
             "sm80/decode.cuh", "decode_cache", "num_parts) return ptx::cp_async_wait<0>(); if (!of.is_valid",
             "num_parts) return; if (!of.is_valid",
+        ),
+        "sums of warps are not brought to one maximum": Edit(
+            "sm80/decode_softmax.cuh", "bring_to_one_maximum",
+            "ptx::fma(RowStats::weight(of_row[group * kBlockQ].at[0], highest, softmax_scale_log2),", "ptx::fma(1.0f,",
+        ),
+        "rows are added before all warps have stored theirs": Edit(
+            "sm80/decode_epilogue.cuh", "merge_warps", "return; __syncthreads();", "return;"
+        ),
+        "half of the warps are left out of a row": Edit(
+            "sm80/decode_epilogue.cuh", "sum_of_pairs", "half = kKeyGroups / 2;", "half = 1;"
         ),
         "sums are not brought to a maximum that rose": Edit(
             "sm80/decode_softmax.cuh", "RowStats.update",
@@ -145,10 +155,11 @@ FAULTS = {
     },
     steps_use_stages_in_turn: {
         "a step is copied to the stage of the next one": Edit(
-            "sm80/decode.cuh", "decode", "refill(stage);", "refill(stage + 1 == kNumStages ? 0 : stage + 1);"
+            "sm80/decode.cuh", "decode", "num_steps) copy.start_next(stage); ptx::cp_async_commit(); stage =",
+            "num_steps) copy.start_next(stage + 1 == kNumStages ? 0 : stage + 1); ptx::cp_async_commit(); stage =",
         ),
         "a step is copied over the one that is read": Edit(
-            "sm80/decode.cuh", "decode", "refill(stage == 0 ? kNumStages - 1 : stage - 1);", "refill(stage);"
+            "sm80/decode.cuh", "decode", "sync_key_group(); if (step + kNumStages", "if (step + kNumStages"
         ),
         "warps that share keys do not wait for each other": Edit(
             "sm80/decode_tiles.cuh", "sync_key_group", "if constexpr (kRowGroups == 1)", "if constexpr (true)"
@@ -157,15 +168,13 @@ FAULTS = {
             "sm80/decode_tiles.cuh", "sync_key_group", "(1 + key_group(),", "(1,"
         ),
         "sums of pairs of warps are not brought to one maximum": Edit(
-            "sm80/decode_softmax.cuh", "add_warps",
-            "o.scale_row(i, RowStats::weight(stats.max[i], highest, softmax_scale_log2));", "",
+            "sm80/decode_softmax.cuh", "bring_to_one_maximum", "ptx::fma(o.at(i, j), factor, 0.0f)", "o.at(i, j)"
         ),
         "warps add tiles before they are stored": Edit(
-            "sm80/decode_softmax.cuh", "add_warps", "__syncthreads(); if (own_group < half)", "if (own_group < half)"
+            "sm80/decode_epilogue.cuh", "add_pairs", "__syncthreads(); if (own_group < half)", "if (own_group < half)"
         ),
         "warps overwrite tiles before they are added": Edit(
-            "sm80/decode_softmax.cuh", "add_warps", "0, Output::kColumnTiles); __syncthreads();",
-            "0, Output::kColumnTiles);",
+            "sm80/decode_epilogue.cuh", "add_pairs", "Output::kColumnTiles); __syncthreads();", "Output::kColumnTiles);"
         ),
         "the last stage is left out": Edit(
             "sm80/decode.cuh", "decode", "+ 1 == kNumStages ? 0 : stage + 1;", "+ 1 == kNumStages - 1 ? 0 : stage + 1;"
