@@ -251,7 +251,7 @@ def test_soak_adds_up_over_runs_and_draws_other_examples(load, tmp_path: Path) -
         rows, outside = drawn.rows, drawn.outside
         every = next(row for row in rows if row["feature"] == soak.EVERY)
         assert not outside and every["structures"] >= 6 and 0 < every["dq"] <= 1
-        assert every["examples"] == soak.NUMBERS * every["structures"]
+        assert every["examples"] == soak.NUMBERS["cpu"] * every["structures"]
         assert every["worst"].startswith("Structure(")
         assert {"mask none", "values normal"} & {row["feature"] for row in rows}
         assert all(row["examples"] <= every["examples"] for row in rows)
