@@ -287,7 +287,10 @@ class HostCall:
         """Compute dK and dV of key tiles, summed over the query heads that share them, and add to dQ in turn."""
         tiles, turn = drawn
         keys = self.row_index([*map(BATCH_HEAD, tiles)], [*map(ROWS, tiles)])
-        of_keys = {name: self.read(name, keys) for name in _OF_KEYS if name in self.arrays}
+        of_keys = dict[str, Array]()
+        for name in _OF_KEYS:
+            if name in self.arrays:
+                of_keys[name] = self.read(name, keys)
         dk: Array | None = None
         dv: Array | None = None
         for head in range(self.group_size):

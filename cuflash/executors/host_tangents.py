@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..planning.host import BACKWARD_JVP_TILES
+from ..planning.host import BACKWARD_JVP_TILES, JVP_TILES
 from ..planning.options import DOT
 from ..planning.plan import KernelPlan
 from . import cpu
@@ -44,7 +44,7 @@ def bind(plan: KernelPlan, of: PassLayout) -> BoundCall:
 
 def _jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Compute the tangents of o and lse, with the shapes of o and lse."""
-    run(call.tiles.tiling, (HostTangents.of(call, read).jvp_rows, call.tiles.of_rows()))
+    run(call.tiles.tiling, (HostTangents.of(call, read).jvp_rows, call.tiles.of_rows()), num_tiles=JVP_TILES)
 
 
 def _backward_jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
@@ -109,43 +109,40 @@ class HostTangents:
         call, wide = self.call, self.call.wide
         rows, kv_batch_heads = call.rows_of(tiles)
         q, shift = self._queries(rows), call.read("shift", rows)
-        centers, total, o_acc = _Centers(shift.shape, wide), wide(0), None
+        centers, total, o_acc = _Centers(shift.shape, wide), wide(0), None  # o_acc is transposed, which is faster
         for steps in steps_side_by_side(tiles):
             keys = call.row_index(kv_batch_heads, [step.rows for step in steps])
             at = call._row_places(tiles, steps) if self._reads_places else ()
             s, f_dot = self._finals(self._read("k", keys), q, at, scratch)
             p = self._weights(s, shift)
-            call.mask_keys(tiles, steps, 0, p, *(() if f_dot is None else (f_dot,)))
+            is_seen: Array | None = None  # with the mask; None if all keys are seen, or nothing depends on it
+            if any(step.partial for step in steps) and not centers.has_key.all():
+                is_seen = np.ones(p.shape, np.uint8)
+            call.mask_keys(tiles, steps, 0, *(x for x in (p, f_dot, is_seen) if x is not None))
             dropped = None if call.dropout is None else call.dropout.dropped(at)
             if self.moves_finals or "sink.dot" in call.arrays:
-                self._center(centers, tiles, steps, p, f_dot)
+                self._center(centers, p, f_dot, is_seen)
             if f_dot is not None:
                 f_dot -= centers.c[:, None, :]
                 f_dot *= p
                 total = total + np.ones(p.shape[-2], wide) @ f_dot
                 if dropped is not None:
                     dropped.apply(f_dot)
-                o_acc = added(o_acc, f_dot.swapaxes(-1, -2) @ call.read("v", keys))
+                o_acc = added(o_acc, call.read("v", keys).swapaxes(-1, -2) @ f_dot)
             if "v.dot" in call.arrays:
                 if dropped is not None:
                     dropped.apply(p)
-                o_acc = added(o_acc, p.swapaxes(-1, -2) @ call.read("v.dot", keys))
-        self._finish(rows, len(tiles), centers, total, np.zeros((), wide) if o_acc is None else o_acc)
+                o_acc = added(o_acc, call.read("v.dot", keys).swapaxes(-1, -2) @ p)
+        self._finish(rows, len(tiles), centers, total, np.zeros((), wide) if o_acc is None else o_acc.swapaxes(-1, -2))
 
-    def _center(
-        self, centers: _Centers, tiles: list[Tile], steps: tuple[Step, ...], p: Array, f_dot: Array | None
-    ) -> None:
+    def _center(self, centers: _Centers, p: Array, f_dot: Array | None, is_seen: Array | None) -> None:
         """Update the centers with a step, and set tangents to 0 where a score function makes P 0."""
-        if f_dot is not None and self.score is not None:
+        if self.score is not None and f_dot is not None:
             np.copyto(f_dot, 0, where=p == 0)
-        if centers.has_key.all():
-            return
-        count: Array | int = p.shape[-2]
-        if self.score is not None or any(step.partial for step in steps):
-            is_seen = np.ones(p.shape, bool) if self.score is None else p != 0
-            self.call.mask_keys(tiles, steps, 0, is_seen.view(np.uint8))
-            count = is_seen.view(np.uint8).sum(axis=-2, dtype=np.uint16)  # a step has fewer than 2^16 keys
-        centers.see(f_dot, count)
+        if not centers.has_key.all():
+            seen = is_seen if self.score is None else (p != 0).view(np.uint8)  # P of masked keys is 0
+            # A step has fewer than 2^16 keys.
+            centers.see(f_dot, p.shape[-2] if seen is None else seen.sum(axis=-2, dtype=np.uint16))
 
     def _finish(self, rows: RowIndex, num_tiles: int, centers: _Centers, total: Array, o_dot: Array) -> None:
         """Compute o_dot and lse_dot from the sums of w and of its products with the values."""
@@ -269,7 +266,7 @@ class HostTangents:
     def _raw(self, k: _Side, q: _Side, scratch: Array) -> tuple[Array, Array | None]:
         """Return scores before a score function, in the call's unit, and their tangents in natural units."""
         call = self.call
-        s_dot = _sum_of_products((k.x, q.dot), (k.dot, q.x), scratch[1], call.wide(call.natural))
+        s_dot = _sum_of_products((k.x, q.dot), (k.dot, q.x), scratch[1:], call.natural)
         if s_dot is not None and call.score_factor != 1:
             s_dot *= call.wide(call.score_factor)
         return call.scores(k.x, q.x, scratch[0]), s_dot
@@ -291,7 +288,7 @@ class HostTangents:
         call, (shift, lse_dot, delta, delta_dot) = self.call, statistics
         s, s_dot = self._raw(k, q, scratch)
         gap = product(v.x, do.x, scratch[2])
-        dp_dot = _sum_of_products((v.x, do.dot), (v.dot, do.x), scratch[3])
+        dp_dot = _sum_of_products((v.x, do.dot), (v.dot, do.x), scratch[3:])
         if dp_dot is None:
             dp_dot = _part(scratch[3], s.shape)
             dp_dot[...] = 0
@@ -319,14 +316,12 @@ def _part(memory: Array, shape: tuple[int, ...]) -> Array:
 
 def _sum_of_products(
     first: tuple[Array | None, Array | None], second: tuple[Array | None, Array | None], scratch: Array,
-    factor: Any = 1,
+    factor: float = 1.0,
 ) -> Array | None:  # fmt: skip
-    """Return the sum of keys @ queries^T over two pairs times a factor, as one product of rows twice as long.
-
-    Pairs that lack a factor are left out; None if both do.
-    """
-    pairs = [pair for pair in (first, second) if pair[0] is not None and pair[1] is not None]
-    if not pairs:
-        return None
-    keys, queries = pairs[0] if len(pairs) == 1 else (np.concatenate(side, axis=-1) for side in zip(*pairs))
-    return product(keys, queries if factor == 1 else queries * factor, scratch)
+    """Return the sum of keys @ queries^T over two pairs times a factor, without pairs that lack a side; or None."""
+    total: Array | None = None
+    for keys, queries in (first, second):
+        if keys is not None and queries is not None:
+            queries = queries if factor == 1 else queries * queries.dtype.type(factor)
+            total = added(total, product(keys, queries, scratch[0 if total is None else 1]))
+    return total

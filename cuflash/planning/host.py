@@ -18,7 +18,8 @@ _LEAST_BLOCK_KV, _MOST_BLOCK_KV = 512, 4096  # the backward pass holds block_kv^
 # At the edges of a causal mask or a window, and in short sequences, tall tiles visit more masked keys. A pair is
 # (height, factor): tiles of this height are used if tall tiles visit more than `factor` times their number of keys.
 _FLAT_TILES = ((64, 4), (128, 2), (256, 1.04))
-BACKWARD_JVP_TILES = 5  # tiles of scores that a worker holds in the pass "backward_jvp"; in others, it holds two
+# Tiles of scores that a worker holds in the passes "jvp" and "backward_jvp"; in other passes, it holds two.
+JVP_TILES, BACKWARD_JVP_TILES = 3, 5
 _SCORES_PER_WORKER = 1 << 17  # fewer scores are not worth the start of a thread
 
 
