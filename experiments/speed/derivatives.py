@@ -215,8 +215,9 @@ def errors(config: Config, head_dim: int, mask: str) -> Record:
     import cupy
 
     causal, rows = mask == "causal", Record()
-    structure = Structure(num_heads=2, seqlen_q=CHECKED_TOKENS, seqlen_kv=CHECKED_TOKENS, head_dim=head_dim,
-                          value_dim=head_dim, dtype="bfloat16")  # fmt: skip
+    # jvp_flash_attention reads as many heads of k and v as of q.
+    structure = Structure(num_heads=2, num_kv_heads=2, seqlen_q=CHECKED_TOKENS, seqlen_kv=CHECKED_TOKENS,
+                          head_dim=head_dim, value_dim=head_dim, dtype="bfloat16")  # fmt: skip
     example = structure.example().but(mask=cuflash.masks.Causal()) if causal else structure.example()
     for prefix, of_keys in (("", "normal"), ("drift_", "drift")):
         moving = with_tangents(example, {"q": "normal", "k": of_keys, "v": "normal"}, seed=1)
