@@ -366,7 +366,7 @@ def attention_jvp(
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`.
     kernel, executor, precision, deterministic, q_start, kv_start : optional
-        As in `attention`. On a GPU, kernels of "sm80" and "simt" compute the tangents, even if o comes from "sm90".
+        As in `attention`. On a GPU, the family that computes o or another one computes the tangents.
     out : array, or pair (o, lse), optional
         As in `attention`, for o and lse, and must not overlap tangents either; o_dot and lse_dot are new arrays.
     return_lse : bool

@@ -619,6 +619,16 @@ def test_a_plan_takes_tangents_that_it_was_not_planned_for() -> None:
             same({"o_dot": o_dot, "lse_dot": lse_dot}, push(SIM, Moving(example, own)))
 
 
+@pytest.mark.parametrize(("kernel", "counter"), [("sm90", 4), ("sm80", 0), ("simt", 0)])
+def test_workspaces_are_two_numbers_for_each_query(kernel: Any, counter: int) -> None:
+    """The tangent needs no workspace, and that of gradients delta and its tangent; a counter deals tiles to blocks."""
+    arrays = [ShapeDtype((16, 8192, 128), np.dtype(np.float16))] * 3
+    options: dict[str, Any] = {"device": DeviceSpec.gpu("H200"), "kernel": kernel, "causal": True}
+    passes = cuflash.plan(*arrays, **options, tangents=("q", "k", "v"))._plan.passes
+    assert passes["jvp"].nbytes == counter
+    assert passes["backward_jvp"].nbytes == 2 * 4 * 16 * 8192 + counter
+
+
 def test_precompile_compiles_what_tangents_names(monkeypatch: pytest.MonkeyPatch) -> None:
     log = "Used 9 registers\n0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
     monkeypatch.setattr(compiling, "_nvrtc", lambda spec, architecture: (b"", log))

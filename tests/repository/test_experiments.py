@@ -406,6 +406,18 @@ def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.Mo
         list(experiment.run(experiment.Config(**options)))
 
 
+def test_passes_of_tangents_are_timed_against_the_backward_pass_on_the_host(load, monkeypatch) -> None:
+    experiment = load("derivatives")
+    monkeypatch.setattr(experiment, "CPU_TOKENS", 256)
+    config = experiment.Config(parts=("cpu",), head_dims=(8,), masks=("causal", "blocks64_0.5"), repeats=1)
+    rows = list(experiment.run(config))
+    named = [(row["kernel"], row["mask"], row["way"]) for row in rows]
+    assert named == [("cpu", mask, way) for mask in config.masks for way in ("pass", "backward_jvp")]
+    assert all(row["of_plain"] == row["ms"] / row["plain_ms"] > 0 for row in rows)
+    with pytest.raises(ValueError, match="masks are full, causal and blocks"):
+        experiment.Config(masks=("window",))
+
+
 def test_a_spot_check_passes_what_is_right_and_sees_what_is_not(load) -> None:
     spot_check, masks = load("spot_check"), load("cuflash").masks
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 256, 16)).astype(np.float16)
