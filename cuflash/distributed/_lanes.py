@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from types import EllipsisType, ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -22,22 +21,21 @@ from ..plans.plan import Plan
 from ._schedule import RECEIVING, Issue
 
 Arrays = Mapping[str, Array]
+_CURRENT = nullcontext()  # the current stream
 Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
 
 
-@dataclass(eq=False)
-class Kept:
-    """What a rank keeps for its passes on arrays of one layout.
+class Addresses(dict[str, int]):
+    """Addresses of a pass's device arrays by name, each of which is looked up once; the name "" has the address 0."""
 
-    Attributes
-    ----------
-    tasks : dict of lists of Task by number of the step
-    queue : Queue, optional
-        The calls of CUDA of all ranks, which the first rank keeps.
-    """
+    def __init__(self, arrays: Arrays) -> None:
+        super().__init__({"": 0})
+        self._arrays = arrays
 
-    tasks: dict[int, list[Task]] = field(default_factory=dict)
-    queue: Any = None
+    def __missing__(self, name: str) -> int:
+        address: int = self._arrays[name].data.ptr
+        self[name] = address
+        return address
 
 
 class Arranged(Protocol):
@@ -47,10 +45,7 @@ class Arranged(Protocol):
     def arrays(self) -> Arrays: ...
 
     @property
-    def kept(self) -> Kept: ...
-
-    def tasks(self, number: int, source: Arranged) -> list[Task]:
-        """Return functions that run a step of this rank, prepared once."""
+    def addresses(self) -> Addresses: ...
 
     def do(self, number: int, source: Arranged) -> None:
         """Run a step of this rank that reads arrays of another, or of this one."""
@@ -58,8 +53,6 @@ class Arranged(Protocol):
 
 # Takes the passes of the rank that runs a step, and of the rank whose rows it reads.
 Task = Callable[[Arranged, Arranged], None]
-Call = tuple[Callable[..., object], tuple[Any, ...]]  # a function and its arguments
-Turn = tuple[int, Sequence[Call]]  # a rank, and calls for its steps
 
 
 class Region(NamedTuple):
@@ -117,50 +110,6 @@ class Move(NamedTuple):
 Route = tuple[Move, Region, Region]  # rows, and the parts of arrays to which and from which they move
 
 
-class Copies(NamedTuple):
-    """Copies of rows of device memory.
-
-    Attributes
-    ----------
-    copy : callable
-        `memcpy2DAsync` of CUDA's runtime.
-    kind : int
-        Its argument for addresses of any device.
-    rows : list of (str, int, str, int, int, int, int, int)
-        The name of an array, and bytes from its start on, to which rows are copied, the same of that from which they
-        are copied, the distances between rows of each, and the size and the number of rows.
-    """
-
-    copy: Any
-    kind: int
-    rows: list[tuple[str, int, str, int, int, int, int, int]]
-
-
-@dataclass(eq=False)
-class Launching:
-    """A task that launches kernels on parts of arrays, on the current stream of its rank.
-
-    Attributes
-    ----------
-    lanes : CudaLanes
-    bound : BoundPass
-    places : list of (str, int)
-        The name of each array, and the bytes from its start to that of the part; with the name "", an address.
-    numbers : sequence of int
-        What the kernels take after the addresses.
-    """
-
-    lanes: CudaLanes
-    bound: BoundPass
-    places: Sequence[tuple[str, int]]
-    numbers: Sequence[int] = ()
-
-    def __call__(self, own: Arranged, other: Arranged) -> None:
-        arrays = own.arrays
-        addresses = [arrays[name].data.ptr + offset if name else offset for name, offset in self.places]
-        self.bound.launch([*addresses, *self.numbers], self.lanes.kernels)
-
-
 class RowSums(NamedTuple):
     """Rows of two arrays, each the sum of rows of other arrays in a fixed order, or zero.
 
@@ -194,7 +143,6 @@ class HostLanes:
 
     namespace: Namespace = np
     kernels: Any = nullcontext()
-    has_queue = False  # True if a `Queue` runs the steps
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which the rank allocates arrays."""
@@ -204,9 +152,10 @@ class HostLanes:
         """Return the event that other lanes wait for before they read the arrays of this rank."""
         return None
 
-    def run(self, issue: Issue, events: dict[int, Event], passes: Sequence[Arranged]) -> None:
-        """Run a step of the passes of all ranks after its events, and add the event of its end if it is awaited."""
+    def run(self, issue: Issue, events: Mapping[int, Event], passes: Sequence[Arranged]) -> Event:
+        """Run a step of the passes of all ranks after its events; return the event of its end if it is awaited."""
         passes[issue.step.rank].do(issue.number, passes[issue.step.source])
+        return None
 
     def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
         """Return a function that copies rows to this rank, for arrays with the layouts of these."""
@@ -254,8 +203,8 @@ class HostLanes:
         """
         return None
 
-    def finish(self, numbers: Sequence[int], events: Mapping[int, Event]) -> None:
-        """Make later work of this rank wait for the events with these numbers."""
+    def finish(self, events: Sequence[Event]) -> None:
+        """Make later work of this rank wait for these events."""
 
 
 class CudaLanes(HostLanes):
@@ -265,6 +214,8 @@ class CudaLanes(HostLanes):
     ----------
     kernels : cupy.cuda.Stream
         The current stream of the rank.
+    stream : cupy.cuda.Stream
+        The stream of the step that is being queued.
     """
 
     def __init__(self) -> None:
@@ -272,7 +223,7 @@ class CudaLanes(HostLanes):
         self._cuda = self.namespace.cuda
 
     def start(self) -> Event:
-        self.kernels = self._cuda.get_current_stream()
+        self.kernels = self.stream = self._cuda.get_current_stream()
         return None
 
     def sent(self, table: Array) -> Array:
@@ -285,7 +236,7 @@ class CudaLanes(HostLanes):
         bound = bound_row_sums(parts, sums.table, gpu.current_target())
         written, *terms = zip(*([_place(each, arrays) for each in pair] for pair in sums.pairs))
         table = "", sums.table.data.ptr  # which the prepared calls of the rank keep
-        return Launching(self, bound, [*itertools.chain(*zip(*terms)), table, *written])
+        return self._launching(bound, [*itertools.chain(*zip(*terms)), table, *written])
 
     def launcher(
         self, plan: Plan, name: str, inputs: Mapping[str, Region], outs: Mapping[str, Region], arrays: Arrays
@@ -297,7 +248,18 @@ class CudaLanes(HostLanes):
         bound = gpu.bound_pass(plan._plan, PassLayout(name, plan._plan.problem.keyed(parts), {}))
         if bound.record.zeroed:
             return None
-        return Launching(self, bound, [_place(region, arrays) for region in regions.values()], plan._numbers)
+        return self._launching(bound, [_place(region, arrays) for region in regions.values()], plan._numbers)
+
+    def _launching(self, bound: BoundPass, places: Sequence[tuple[str, int]], numbers: Sequence[int] = ()) -> Task:
+        """Return a function that launches kernels on parts of arrays, and with numbers, on the stream of its step."""
+
+        def launch(own: Arranged, other: Arranged) -> None:
+            start_of = own.addresses
+            addresses = [start_of[name] + offset for name, offset in places]
+            addresses += numbers
+            bound.launch(addresses, self.stream)
+
+        return launch
 
 
 class DeviceLanes(CudaLanes):
@@ -311,12 +273,7 @@ class DeviceLanes(CudaLanes):
     ----------
     device : int
         The number of the GPU.
-    events : dict of cupy.cuda.Event
-        By number of the step whose end they record; that of the start of a pass has the number -1. Each pass records
-        them once more, which does not affect waits that are queued.
     """
-
-    has_queue = True
 
     def __init__(self, device: int, devices: Sequence[int]) -> None:
         super().__init__()
@@ -325,8 +282,10 @@ class DeviceLanes(CudaLanes):
             self._streams = {lane: cuda.Stream(non_blocking=True) for lane in range(1, RECEIVING + 1)}
             for peer in {*devices} - {device}:
                 _enable_access(cuda.runtime, device, peer)
-            self.events = defaultdict[int, Event](partial(cuda.Event, disable_timing=True))
-            self.events[-1]
+            # by number of the step; each pass records them once more, which does not affect waits that are queued
+            self._events = defaultdict[int, Event](partial(cuda.Event, disable_timing=True))
+            self._start = self._events[-1]
+            self.stream = self._streams[RECEIVING]
 
     def current(self) -> AbstractContextManager[object]:
         device: AbstractContextManager[object] = self._cuda.Device(self.device)
@@ -334,14 +293,19 @@ class DeviceLanes(CudaLanes):
 
     def start(self) -> Event:
         super().start()
-        return self.kernels.record(self.events[-1])
+        return self.kernels.record(self._start)
 
-    def stream_of(self, lane: int) -> Any:
-        """Return the stream of a lane."""
-        return self._streams[lane] if lane else self.kernels
+    def run(self, issue: Issue, events: Mapping[int, Event], passes: Sequence[Arranged]) -> Event:
+        lane = issue.lane
+        stream = self.stream = self._streams[lane] if lane else self.kernels
+        for number in issue.waits:
+            stream.wait_event(events[number])
+        with stream if 0 < lane < RECEIVING else _CURRENT:  # memory that a step allocates belongs to its stream
+            super().run(issue, events, passes)
+        return stream.record(self._events[issue.number]) if issue.is_awaited else None
 
-    def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Any:
-        """Return copies: as few as possible, each of adjacent rows of heads at equal distances.
+    def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
+        """Return a function that queues copies: as few as possible, each of adjacent rows of heads at equal distances.
 
         The elements of a row must be adjacent.
         """
@@ -356,12 +320,24 @@ class DeviceLanes(CudaLanes):
                     kind = to.name, start.name, width, *pitches
                     copied = following.pop((kind, at, begin), None)
                     if copied is None:
-                        copied = [to.name, at, start.name, begin, *pitches, width, 0]
+                        copied = [to.name, at, pitches[0], start.name, begin, pitches[1], width, 0]
                         copies.append(copied)
                     copied[-1] += height
                     following[kind, at + height * pitches[0], begin + height * pitches[1]] = copied
-        runtime = self._cuda.runtime
-        return Copies(runtime.memcpy2DAsync, runtime.memcpyDefault, [tuple(each) for each in copies])
+        copy_rows, kind_of_copy = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault
+
+        def copy(own: Arranged, other: Arranged) -> None:
+            start_of, start_of_source, stream = own.addresses, other.addresses, self.stream.ptr
+            for to_name, at, to_pitch, name, begin, pitch, width, height in copies:
+                target, source = start_of[to_name] + at, start_of_source[name] + begin
+                copy_rows(target, to_pitch, source, pitch, width, height, kind_of_copy, stream)
+
+        return copy
+
+    def finish(self, events: Sequence[Event]) -> None:
+        with self._cuda.Device(self.device):  # whose default stream the kernels may use
+            for event in events:
+                self.kernels.wait_event(event)
 
 
 def _place(region: Region, arrays: Arrays) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from ..keywords import explains_keywords
 from ..plans.fit import require_fit
 from ..plans.plan import Gradients, named_gradients
 from ._group import Group
-from ._lanes import Arranged, Kept, Move, Region, Route, RowSums, Task
+from ._lanes import Addresses, Arranged, Move, Region, Route, RowSums, Task
 from ._posed import Part, Posed
 from ._schedule import ADD, COPY, NUM_BUFFERS, TAKE, Program, Step, program
 
@@ -36,9 +36,11 @@ class Pass:
     """
 
     def __init__(
-        self, group: Group, steps: Sequence[Step], issued: Program, arrays: dict[str, Array], kept: Kept
-    ) -> None:
-        self.group, self.steps, self.program, self.arrays, self.kept = group, steps, issued, arrays, kept
+        self, group: Group, steps: Sequence[Step], issued: Program, arrays: dict[str, Array],
+        tasks: dict[int, list[Task]],
+    ) -> None:  # fmt: skip
+        self.group, self.steps, self.program, self.arrays, self._tasks = group, steps, issued, arrays, tasks
+        self.addresses = Addresses(arrays)
 
     def routes(self, number: int) -> Sequence[Route]:
         """Return the rows that a step moves, on any rank."""
@@ -46,15 +48,11 @@ class Pass:
 
     def do(self, number: int, source: Arranged) -> None:
         """Run a step of this rank that reads the arrays of a pass of another, or of this one."""
-        for task in self.tasks(number, source):
-            task(self, source)
-
-    def tasks(self, number: int, source: Arranged) -> list[Task]:
-        """Return functions that run a step."""
-        tasks = self.kept.tasks.get(number)
+        tasks = self._tasks.get(number)
         if tasks is None:
-            tasks = self.kept.tasks[number] = self._prepared(number, source)
-        return tasks
+            tasks = self._tasks[number] = self._prepared(number, source)
+        for task in tasks:
+            task(self, source)
 
     def _prepared(self, number: int, source: Arranged) -> list[Task]:
         """Return functions that run a step."""
@@ -71,7 +69,7 @@ class Gather(Pass):
         steps = tuple(Step(COPY, rank, source, 0) for rank in range(group.size) for source in range(group.size))
         rows, self._places, self._names = sum(count for runs in places for _, _, count in runs), places, [*arrays]
         every = {f"all {name}": namespace(x).empty((len(x), rows, x.shape[2]), x.dtype) for name, x in arrays.items()}
-        super().__init__(group, steps, program(steps, group.size), {**arrays, **every}, Kept())
+        super().__init__(group, steps, program(steps, group.size), {**arrays, **every}, {})
 
     def routes(self, number: int) -> list[Route]:
         runs, every = self._places[self.steps[number].source], slice(0, None)
@@ -93,7 +91,7 @@ class Prepared:
     dims : (int, int)
         head_dim and value_dim.
     dtype : dtype
-    kept : dict of Kept by pass
+    tasks : dict of functions by pass and number of the step
     constants : dict of arrays by name
         Arrays that plans read in addition to q, k and v.
     memory : dict of dict of ShapeDtype by name, by pass
@@ -108,7 +106,7 @@ class Prepared:
     texts: dict[str, str]
     dims: tuple[int, int]
     dtype: np.dtype[np.generic]
-    kept: dict[Hashable, Kept] = field(default_factory=dict, init=False)
+    tasks: dict[Hashable, dict[int, list[Task]]] = field(default_factory=dict, init=False)
     constants: dict[str, Array] = field(default_factory=dict, init=False)
     memory: dict[str, dict[str, ShapeDtype]] = field(default_factory=dict, init=False)
     regions: dict[tuple[str, str, int], Region] = field(default_factory=dict, init=False)
@@ -161,8 +159,8 @@ class _Attention(Pass):
         self._gathers, empty = self.posed.method == "gather", prepared.group._lanes.namespace.empty
         memory = {name: empty(like.shape, like.dtype) for name, like in prepared.memory[self.name].items()}
         steps, issued, every = self.posed.steps, self.posed.programs, {**prepared.constants, **arrays, **memory}
-        kept = prepared.kept.get(key) or prepared.kept.setdefault(key, Kept())
-        super().__init__(prepared.group, steps[self.name], issued[self.name], every, kept)
+        tasks = prepared.tasks.setdefault(key, {})
+        super().__init__(prepared.group, steps[self.name], issued[self.name], every, tasks)
 
     def routes(self, number: int) -> list[Route]:
         step = self.steps[number]

@@ -15,8 +15,7 @@ from ..errors import refuse
 from ..keywords import explains_keywords
 from ._agreement import refusal
 from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
-from ._lanes import DeviceLanes, Event, HostLanes, Turn, device_count
-from ._queue import Queue
+from ._lanes import DeviceLanes, Event, HostLanes, device_count
 from ._schedule import drawn_order, program
 
 __all__ = ["run"]
@@ -140,37 +139,26 @@ class _Meeting:
         works = [work for _, (*_, work), _ in values]
         if (reasons := refusal([offer for _, (*offer, _), _ in values])) or works[0] is None:
             return reasons
+        issued = works[0].program
+        if (order := self.order) is not None:
+            steps = works[0].steps
+            issued = program(steps, len(works), drawn_order(steps, lambda ready: int(order.choice(ready))))
+        events: dict[int, Event] = {~rank: start for rank, (_, _, start) in enumerate(values)}
         try:
-            for visit.rank, calls in self._turns(works, visit):
-                lanes = self.lanes[visit.rank]
+            for rank, issues in issued.turns:
+                lanes, visit.rank = self.lanes[rank], rank
                 with lanes.current(), lanes.kernels:
-                    for do, arguments in calls:
+                    for issue in issues:
                         visit.number += 1
-                        if self.error:
-                            self.require_open()
-                        do(*arguments)
+                        self.require_open()
+                        events[issue.number] = lanes.run(issue, events, works)
+            for rank, ends in enumerate(issued.ends):
+                self.lanes[rank].finish([events[number] for number in ends])
         except BaseException as error:  # also of the rank whose thread this is not
             with self.changed:
                 visit.failures[visit.rank] = error
                 self.close(f"rank {visit.rank} raised {type(error).__name__}: {error}")
         return []
-
-    def _turns(self, works: Sequence[Work], visit: _Visit) -> Sequence[Turn]:
-        """Return the calls for the steps of all ranks; ranks with GPUs record theirs."""
-        issued, lanes = works[0].program, self.lanes
-        if (order := self.order) is not None:
-            steps = works[0].steps
-            issued = program(steps, len(works), drawn_order(steps, lambda ready: int(order.choice(ready))))
-        if lanes[0].has_queue:
-            kept = works[0].kept
-            key = [issued, *(work.kept for work in works), *(each.kernels.ptr for each in lanes)]
-            if kept.queue is None or kept.queue.key != key:
-                kept.queue = Queue(key, issued, works, lanes, visit)
-            turns: Sequence[Turn] = kept.queue.of(works)
-            return turns
-        events: dict[int, Event] = {~rank: start for rank, (_, _, start) in visit.values.items()}
-        every = [(rank, [(lanes[rank].run, (each, events, works)) for each in own]) for rank, own in issued.turns]
-        return every + [(rank, [(lanes[rank].finish, (own, events))]) for rank, own in enumerate(issued.ends)]
 
 
 class ThreadGroup(Group):

@@ -127,9 +127,6 @@ class BoundPass:
     works : sequence of WorkList
     lists : dict of arrays by name
         The arrays of the works, in memory that kernels can read.
-    uses, workspaces, starts
-        Functions (stream) that prepare the lists, the memory of workspaces, and functions (arguments, stream) that
-        launch the kernels.
 
     Parameters
     ----------
@@ -144,10 +141,10 @@ class BoundPass:
         self.record, self.works, self._target = record, works, target
         every = [lists for lists in map(target.lists, works) if lists.arrays]
         self.lists = {name: array for lists in every for name, array in lists.arrays.items()}
-        self.uses = [lists.use for lists in every]
+        self._uses = [lists.use for lists in every]
         self._arguments = Arguments(record.words, [kernel.arguments for kernel in record.kernels], record.places)
-        self.workspaces = target.workspaces(record.workspaces) if record.workspaces else None
-        self.starts = [
+        self._workspaces = target.workspaces(record.workspaces) if record.workspaces else None
+        self._starts = [
             target.launcher(launch.spec, grid, launch.shared_bytes) for launch, grid, _ in record.kernels
         ]
 
@@ -192,14 +189,14 @@ class BoundPass:
 
         Return the workspace arrays, which a capture must keep alive.
         """
-        workspaces = self.workspaces
+        workspaces = self._workspaces
         if workspaces is not None:
             taken = workspaces.take(stream)
             addresses = [*addresses, *taken.addresses]
-        for use in self.uses:
+        for use in self._uses:
             use(stream)
         buffer = self._arguments.take(addresses)
-        for start, arguments in zip(self.starts, buffer.kernels):
+        for start, arguments in zip(self._starts, buffer.kernels):
             start(arguments, stream)
         self._arguments.give_back(buffer)
         if workspaces is None:
@@ -218,12 +215,12 @@ class BoundPass:
         for work in self.works:
             if not isinstance(work, WorkAtCall):
                 check_lists(work, self.lists)
-        for use in self.uses:
+        for use in self._uses:
             use(stream)
         workspaces = {name: check.workspace(name, each) for name, each in self.record.workspaces.items()}
         buffer = self._arguments.take([*addresses, *map(self._target.address, workspaces.values())])
         named = {**dict(zip(self.record.names, arrays)), **workspaces}
-        kernels = zip(self.record.kernels, self.starts, buffer.kernels)
+        kernels = zip(self.record.kernels, self._starts, buffer.kernels)
         for launch, parts in groupby(kernels, key=lambda each: each[0].launch):
             for _, start, arguments in parts:
                 start(arguments, stream)

@@ -123,7 +123,7 @@ class _OnDevice(NamedTuple):
 
 
 def _workspaces(bound: BoundPass) -> _Workspaces:
-    workspaces: Any = bound.workspaces
+    workspaces: Any = bound._workspaces
     return _Workspaces({}) if workspaces is None else workspaces
 
 

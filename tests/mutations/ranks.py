@@ -176,7 +176,7 @@ def devices_agree(library: ModuleType) -> None:
     o, vjp = cuflash.attention_vjp(q, k, v, window=(9, 0))
     expected = o, *vjp(do)
     with a_machine_for(library) as machine, _many_groups(library):
-        copies, streams = cupy_machine.copies_at_once(machine), [machine.cuda.Stream() for _ in range(2)]
+        copies = cupy_machine.copies_at_once(machine)
 
         def rank(group: Any) -> list[np.ndarray]:
             cp = distributed.ContextParallel(
@@ -185,13 +185,9 @@ def devices_agree(library: ModuleType) -> None:
             received = [cp._posed.moved(group.rank, 1 - group.rank), cp._posed.own_keys(group.rank)[:, 0]]
             assert np.array_equal(np.sort(np.concatenate(received)), np.arange(40)), "each key is written once"
             q_, k_, v_, do_ = (machine.asarray(cp.shard(x)) for x in (q, k, v, do))
-            for stream in streams:
-                machine.stream = stream  # of both ranks
-                group.exchange("a stream", None)
+            for _ in range(2):
                 o, vjp = cp.attention_vjp(q_.copy(), k_.copy(), v_.copy())
                 gradients = vjp(do_)
-                assert {each[0] for each in machine.log if each[1] == stream.ptr} >= {"launch", "wait"}
-                group.exchange("a turn", None)
             return [cp.unshard(x).get() for x in (o, *gradients)]
 
         ranks = distributed.run(rank, devices=[0, 1], timeout=30)
@@ -376,9 +372,8 @@ def kernels_draw_at_places(library: ModuleType) -> None:
     np.testing.assert_allclose(o, (p * is_kept / (1 - dropout.p)) @ v, atol=1e-4)
 
 
-POSED, PASSES, STEPS, GROUP, THREADS, LANES, QUEUE, PROCESSES = (
-    f"distributed/_{name}.py"
-    for name in ("posed", "passes", "schedule", "group", "threads", "lanes", "queue", "processes")
+POSED, PASSES, STEPS, GROUP, THREADS, LANES, PROCESSES = (
+    f"distributed/_{name}.py" for name in ("posed", "passes", "schedule", "group", "threads", "lanes", "processes")
 )
 PLACES, DRAWN = "masks/places.py", "planning/dropout_launches.py"
 FAULTS = {
@@ -450,17 +445,14 @@ FAULTS = {
             LANES, "DeviceLanes.copier", "source[entry].data.ptr - theirs[start.name].data.ptr", "0"
         ),
         "rows are copied from the arrays of their target": Edit(
-            QUEUE, "Queue._calls", "(self._number(step.source, name), begin)", "(self._number(step.rank, name), begin)"
+            LANES, "DeviceLanes.copier", "start_of_source[name] + begin", "start_of[name] + begin"
         ),
         "copies that are adjacent in the target alone are joined": Edit(
             LANES, "DeviceLanes.copier", "following[kind, at + height * pitches[0], begin + height * pitches[1]]",
             "following[kind, at + height * pitches[0], begin + width]",
         ),
         "kernels start at the first head": Edit(
-            QUEUE, "Queue._added", "start + offset))", "offset))"
-        ),
-        "a pass goes to the streams of an earlier one": Edit(
-            THREADS, "_Meeting._turns", "*(each.kernels.ptr for each in lanes)", ""
+            LANES, "CudaLanes._launching", "start_of[name] + offset", "start_of[name]"
         ),
         "received gradients are own ones": Edit(
             POSED, "Posed.returned_gradients", "rows if source == rank else received", "rows"

@@ -8,7 +8,6 @@ import pytest
 from cuflash.distributed import ContextParallel, Machine, PeerLost, _lanes, _posed, run
 from cuflash.distributed import _processes as processes
 from cuflash.distributed._lanes import CudaLanes, DeviceLanes, Move, Region
-from cuflash.distributed._queue import Queue
 from cuflash.distributed._schedule import ATTEND, COPY, RECEIVING, Step, program
 from cuflash.testing import assert_within
 from executors import needs_compiler
@@ -171,22 +170,13 @@ def machine(monkeypatch, tmp_path):
 
 def moved(machine, move, source, target):
     """Return the array to which rows move: on the host without a machine, otherwise on its device."""
-    arrays, routes = {"source": source, "target": target.copy()}, [(move, Region("target"), Region("source"))]
-    if machine is None:
-        holder = SimpleNamespace(arrays=arrays)
-        _lanes.HostLanes().copier(routes, arrays, arrays)(holder, holder)
-        return arrays["target"]
-    lanes, arrays = DeviceLanes(0, [0, 1]), {name: machine.asarray(each) for name, each in arrays.items()}
-    lanes.start()
-    holder = SimpleNamespace(arrays=arrays, tasks=lambda number, source: [lanes.copier(routes, arrays, arrays)])
-    do_all(Queue([], program([Step(COPY, 0, 0, 0)], 1), [holder], [lanes], SimpleNamespace()).of([holder]))
-    return arrays["target"].get()
-
-
-def do_all(turns):
-    for _, calls in turns:
-        for do, arguments in calls:
-            do(*arguments)
+    lanes = _lanes.HostLanes() if machine is None else DeviceLanes(0, [0, 1])
+    arrays = {"source": source, "target": target.copy()}
+    if machine is not None:
+        arrays = {name: machine.asarray(each) for name, each in arrays.items()}
+    holder = SimpleNamespace(arrays=arrays, addresses=_lanes.Addresses(arrays))
+    lanes.copier([(move, Region("target"), Region("source"))], arrays, arrays)(holder, holder)
+    return arrays["target"] if machine is None else arrays["target"].get()
 
 
 def test_copies_move_rows_of_heads(machine):
@@ -218,7 +208,7 @@ def test_ranks_of_a_stand_in_agree_with_one_call(machine, monkeypatch, method, w
             gradients = vjp(do_)
         whole = [cp.unshard(x).get() for x in (o, gradients.dq, gradients.dk, gradients.dv)]
         (prepared,) = cp._known.values()
-        assert set(prepared.kept) == {"forward", ("backward", False)}
+        assert set(prepared.tasks) == {"forward", ("backward", False)}
         return whole + [gradients[name].get() for name in gradients.others]
 
     o, vjp = cuflash.attention_vjp(q, k, v, causal=True, sink=sink, wrt=wrt)
@@ -285,21 +275,19 @@ def test_steps_wait_for_events_on_their_stream(machine):
     """Only events that another stream waits for are recorded, and each pass records the same ones once more."""
     lanes, copy = DeviceLanes(0, [0, 0]), Step(COPY, 0, 1, 0)
     attend, later, other = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,)), Step(ATTEND, 0, 0, 1, (2,))
-    issued = program([copy, attend, later, other], 2)
-    issued = issued._replace(ends=issued.ends[:1])  # of the first rank
+    (((_, issued),), (ends, _)) = program([copy, attend, later, other], 2)
     logs, current = [], []
-    work = SimpleNamespace(
-        arrays={}, tasks=lambda number, source: [lambda own, other: current.append(machine.stream.ptr)]
-    )
-    start = lanes.start()
-    queue = Queue([], issued, [work, work], [lanes, lanes], SimpleNamespace())
+    work = SimpleNamespace(do=lambda number, source: current.append(machine.stream.ptr))
     for _ in range(2):
         machine.log.clear()
-        lanes.start()
-        do_all(queue.of([work, work]))
+        start = lanes.start()
+        events = {-1: start, -2: start}
+        for issue in issued:
+            events[issue.number] = lanes.run(issue, events, [work, None])
+        lanes.finish([events[number] for number in ends])
         logs.append(list(machine.log))
     second_lane, copies = (lanes._streams[lane].ptr for lane in (1, RECEIVING))
-    first, second, third, fourth = (lanes.events[number].number for number in range(4))
+    first, second, third, fourth = (lanes._events[number].number for number in range(4))
     assert logs[0] == logs[1] == [
         ("record", 0, start.number),
         ("wait", copies, start.number), ("wait", copies, start.number), ("record", copies, first),
@@ -308,7 +296,7 @@ def test_steps_wait_for_events_on_their_stream(machine):
         ("wait", second_lane, start.number), ("wait", second_lane, third), ("record", second_lane, fourth),
         ("wait", 0, third), ("wait", 0, fourth),
     ]  # fmt: skip
-    assert current == 2 * [copies, 0, copies, second_lane], "memory that a step allocates belongs to its stream"
+    assert current == 2 * [0, 0, 0, second_lane], "memory that a step allocates belongs to the stream of its kernels"
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [

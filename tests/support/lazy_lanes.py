@@ -47,20 +47,19 @@ class LazyLanes(HostLanes):
     def start(self) -> Any:
         return self.last[0]
 
-    def run(self, issue: Any, events: dict[int, Any], passes: Sequence[Any]) -> None:
+    def run(self, issue: Any, events: Mapping[int, Any], passes: Sequence[Any]) -> Node | None:
         lane, do = issue.lane, partial(super().run, issue, events, passes)
         node = self.last[lane] = Node(do, [self.last[lane], *(events[number] for number in issue.waits)])
         if lane in self.early:
             node.force()
-        if issue.is_awaited:
-            events[issue.number] = node
+        return node if issue.is_awaited else None
 
     def queue(self, do: Callable[[], None], events: Sequence[Any] = ()) -> None:
         """Queue a function as a kernel of the rank."""
         self.last[0] = Node(do, [self.last[0], *events])
 
-    def finish(self, numbers: Sequence[int], events: Mapping[int, Any]) -> None:
-        self.queue(lambda: None, [events[number] for number in numbers])
+    def finish(self, events: Sequence[Any]) -> None:
+        self.queue(lambda: None, events)
 
     def synchronize(self) -> None:
         """Run what the rank has queued, and what this waits for."""
