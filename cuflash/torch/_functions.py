@@ -51,7 +51,7 @@ def _pulled_back(ctx: FunctionCtx, needed: Sequence[bool], do: Tensor | None, dl
     o, lse, *tensors = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     call: AnyCall = ctx.call
-    wrt = tuple(name for name, is_needed in zip(call.names[3:], needed[3:]) if is_needed)
+    wrt = _named(call, needed)
     is_plain = not (torch.is_grad_enabled() or isinstance(call, Transformed) or is_transforming() or has_dual_level())
     gradients = _gradients if is_plain else _Gradients.apply  # the former cannot be differentiated
     try:
@@ -59,8 +59,7 @@ def _pulled_back(ctx: FunctionCtx, needed: Sequence[bool], do: Tensor | None, dl
     except RuntimeError:
         require_cotangents(do=do, dlse=dlse)
         raise
-    more = iter(results[3:])
-    return *results[:3], *(next(more) if is_needed else None for is_needed in needed[3:])
+    return _placed(call, wrt, results)
 
 
 def _gradients(
@@ -228,15 +227,15 @@ def _resolved(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.resolve_neg() for tensor in tensors]
 
 
-def _named(call: AnyCall, needed: Iterable[bool]) -> tuple[str, ...]:
+def _named(call: AnyCall, needed: Sequence[bool]) -> tuple[str, ...]:
     """Return the names of the operands that need gradients."""
-    return tuple(name for name, is_needed in zip(call.names[3:], [*needed][3:]) if is_needed)
+    return tuple([name for name, is_needed in zip(call.names[3:], needed[3:]) if is_needed])
 
 
 def _placed(call: AnyCall, wrt: Sequence[str], results: Results) -> Results:
     """Return results for q, k, v and the operands in `wrt` in the order of the call's tensors, with None for others."""
     by_name = dict(zip(wrt, results[3:]))
-    return [*results[:3], *(by_name.get(name) for name in call.names[3:])]
+    return [*results[:3], *[by_name.get(name) for name in call.names[3:]]]
 
 
 differentiate({"forward": Attention, "jvp": _Tangent, "backward": _Gradients, "backward_jvp": _Second})

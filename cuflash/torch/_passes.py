@@ -173,7 +173,6 @@ class _WithContents(NamedTuple):
 
 
 Call: TypeAlias = OnGpu | _ByArrays | _WithContents
-_is_neg = torch.Tensor.is_neg
 
 
 def looked_up_call(
@@ -184,6 +183,7 @@ def looked_up_call(
     contents, key = looked_up.contents, _key(tensors, outs, looked_up, wants_lse)
     call: Call | None = looked_up.find(key)
     if call is None:
+        key = key if _are_plain((*tensors.values(), *outs)) else None
         lists_at_call = key is not None and contents is not None
         call = _first(looked_up, key, tensors, outs, options, lists_at_call, wants_lse, later)
     if isinstance(call, OnGpu) and (contents is not None or options.dropout is not None):
@@ -231,16 +231,24 @@ def _over(arrays: Mapping[str, Array | ShapeDtype], options: Options) -> Options
 
 
 def _key(arrays: dict[str, Tensor], outs: Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
-    """Return the key of a call on a GPU, which contains everything except its data; None for other calls."""
-    tensors = [*arrays.values()]
-    if outs is not NEW:
-        tensors += [each for each in outs if each is not None]
-    if not PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
+    """Return the key of a call on a GPU, which contains everything except its data; None for other calls.
+
+    Only calls for which `_are_plain` is true are cached.
+    """
+    o, lse = outs
+    try:
+        if checks.is_on() or not arrays["q"].is_cuda:
+            return None
+        tensors = arrays.values() if o is lse is None else [*arrays.values(), *(x for x in outs if x is not None)]
+        layouts = [(type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg()) for x in tensors]
+    except (AttributeError, TypeError, RuntimeError):  # something other than dense tensors
         return None
-    if any(map(_is_neg, tensors)):  # their values differ from their memory
-        return None
-    layout = torch_gpu.layout_key(*tensors), outs[0] is None, outs[1] is None, wants_lse
-    return looked_up.key("torch", layout, *arrays)
+    return looked_up.key("torch", (*layouts, o is None, lse is None, wants_lse), *arrays)
+
+
+def _are_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """True if the memory of tensors holds their values: no class or lazy negation gives them another meaning."""
+    return all(each is None or type(each) in PLAIN and not each.is_neg() for each in tensors)
 
 
 def _first(
