@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from ..arrays import Array, ShapeDtype
 from ..calls._call import planned

@@ -134,7 +134,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy
         monkeypatch.setattr(layouts, "_is_plain", lambda value, torch: type(value) is DeviceTensor)
         monkeypatch.setattr(torch_gpu, "torch", machine)
         monkeypatch.setattr(torch_gpu, "MACHINE", torch_gpu.TorchGpu())
+        monkeypatch.setattr(_tensors, "torch", machine)
         for module in (_tensors, _passes):
-            monkeypatch.setattr(module, "torch", machine)
             monkeypatch.setattr(module, "PLAIN", _tensors.PLAIN | {DeviceTensor})
         yield cupy, machine
