@@ -18,18 +18,21 @@ import torch
 from torch._C import _are_functorch_transforms_active as is_transforming
 from torch._functorch.autograd_function import VmapInfo
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from ..errors import UnsupportedProblem
 from ..layouts import has_dual_level
 from ._passes import Call
 from ._operators import differentiate, run
 from ._tensors import Axes, Outs, Results, Tensor, require_cotangents
-from ._transformed import AnyCall, Transformed
+from ._transformed import AnyCall, Transformed, run_pass
 
 
-class Recorded(Function):
-    """A call with gradients: PyTorch guards its saved tensors against in-place changes, and frees them."""
+class Recorded(_SingleLevelFunction):
+    """A call with gradients: PyTorch guards its saved tensors against in-place changes, and frees them.
+
+    It is called outside of transformations of torch.func, so that PyTorch need not look for one at each call.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, call: Call, outs: Outs, *tensors: Tensor) -> Sequence[Tensor]:
@@ -53,21 +56,15 @@ def _pulled_back(ctx: FunctionCtx, needed: Sequence[bool], do: Tensor | None, dl
     call: AnyCall = ctx.call
     wrt = _named(call, needed)
     is_plain = not (torch.is_grad_enabled() or isinstance(call, Transformed) or is_transforming() or has_dual_level())
-    gradients = _gradients if is_plain else _Gradients.apply  # the former cannot be differentiated
     try:
-        results = gradients(call, wrt, do, dlse, o, lse, *tensors)
+        if is_plain:  # no derivative of the gradients is needed
+            results = run_pass(call, "backward", wrt, (*_resolved((do, dlse)), o, lse, *tensors))
+        else:
+            results = _Gradients.apply(call, wrt, do, dlse, o, lse, *tensors)
     except RuntimeError:
         require_cotangents(do=do, dlse=dlse)
         raise
     return _placed(call, wrt, results)
-
-
-def _gradients(
-    call: AnyCall, wrt: Sequence[str], do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor
-) -> Sequence[Tensor]:
-    """Return the gradients of q, k, v and of the operands that `wrt` names."""
-    do, dlse = do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-    return run(call, "backward", wrt, (do, dlse, o, lse, *tensors))
 
 
 def _with_passes(kind: type[Function]) -> type[Function]:
@@ -163,8 +160,8 @@ class _Gradients(Function):
     runs, saves_results = "backward", False
 
     @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor) -> Results:
-        return tuple(_gradients(call, wrt, *tensors))
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Results:
+        return tuple(run(call, "backward", wrt, _resolved(tensors)))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *cotangents: Tensor | None) -> Results:

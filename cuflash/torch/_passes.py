@@ -182,7 +182,6 @@ def looked_up_call(
     contents, key = looked_up.contents, _key(tensors, outs, looked_up, wants_lse)
     call: Call | None = looked_up.find(key)
     if call is None:
-        key = key if _are_plain((*tensors.values(), *outs)) else None
         lists_at_call = key is not None and contents is not None
         call = _first(looked_up, key, tensors, outs, options, lists_at_call, wants_lse, later)
     if isinstance(call, OnGpu) and (contents is not None or options.dropout is not None):
@@ -232,7 +231,8 @@ def _over(arrays: Mapping[str, Array | ShapeDtype], options: Options) -> Options
 def _key(arrays: dict[str, Tensor], outs: Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
     """Return the key of a call on a GPU, which contains everything except its data; None for other calls.
 
-    Only calls for which `_are_plain` is true are cached.
+    Calls with tensors of other classes, lazily negated ones, or outputs that require gradients have keys of their own,
+    and are refused each time.
     """
     o, lse = outs
     try:
@@ -242,12 +242,8 @@ def _key(arrays: dict[str, Tensor], outs: Outs, looked_up: Lookup, wants_lse: bo
         layouts = [(type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg()) for x in tensors]
     except (AttributeError, TypeError, RuntimeError):  # something other than dense tensors
         return None
-    return looked_up.key("torch", (*layouts, o is None, lse is None, wants_lse), *arrays)
-
-
-def _are_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """True if the memory of tensors holds their values: no class or lazy negation gives them another meaning."""
-    return all(each is None or type(each) in PLAIN and not each.is_neg() for each in tensors)
+    are_new = o is None or o.requires_grad, lse is None or lse.requires_grad
+    return looked_up.key("torch", (*layouts, *are_new, wants_lse), *arrays)
 
 
 def _first(
