@@ -86,8 +86,12 @@ def test_forward(run, example, check):
     check(run.attend, example)
 
 
-@checks([check for check in GRADIENT_PROPERTIES if check not in REPEATABLE_PROPERTIES])
-@holds_for_examples(on_every_backward, most_scores=1 << 15)
+@holds_for_examples(
+    on_kernels_for(
+        "check", [check for check in GRADIENT_PROPERTIES if check not in REPEATABLE_PROPERTIES], on_every_backward
+    ),
+    most_scores=1 << 15,
+)  # fmt: skip
 def test_gradients(run, example, check):
     check(run.pull, example)
 
