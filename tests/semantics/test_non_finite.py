@@ -98,13 +98,14 @@ KINDS = {
 
 
 WITH_KERNEL_FOR_DQ = ("float32", "float16", "Hopper", "Hopper, wide")
+OF_LONG_RUNS = ("naive, float16", "bfloat16")
 
 
 def cases() -> Iterator[Any]:
     """Yield every executor and family, with and without a separate kernel for dQ, and all kinds of work lists.
 
-    On the simulator, unless the profile is long, cases take turns with the kinds of work lists, and some alone have a
-    separate kernel for dQ.
+    On the simulator, unless the profile is long, cases take turns with the kinds of lists, only some have a separate
+    kernel for dQ, and two kinds are left out.
     """
     for dtype, work in product(("float16", "float32", "float64"), WORK):
         yield pytest.param(CPU, {"dtype": dtype}, work, id=f"cpu-{dtype}-{work}")
@@ -113,7 +114,8 @@ def cases() -> Iterator[Any]:
         on_gpu = GPU90 if run is SIM90 else replace(GPU, kernel=run.kernel)
         mark = pytest.mark.gpu(9, 0) if run is SIM90 else pytest.mark.gpu
         for each in (run, *([] if run in (NAIVE, FA1) else [replace(run, deterministic=True)])):
-            for work in WORK if is_long() else [next(in_turn)] if each is run or name in WITH_KERNEL_FOR_DQ else []:
+            is_short = name not in OF_LONG_RUNS if each is run else name in WITH_KERNEL_FOR_DQ
+            for work in WORK if is_long() else [next(in_turn)] * is_short:
                 yield pytest.param(each, fields, work, id=f"{each}-{name}-{work}", marks=needs_compiler)
             on_device = replace(on_gpu, deterministic=each.deterministic)
             for work in WORK:
