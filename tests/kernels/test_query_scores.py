@@ -149,7 +149,7 @@ def run(executor: str, choice: QueryChoice, q: Any, k: Any, lse: Any, lists: Any
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_kernel_chooses_by_its_scores(executor: str) -> None:
-    @settings(max_examples=10 if executor == "sim" and not is_long() else 200, deadline=None)
+    @settings(max_examples=5 if executor == "sim" and not is_long() else 200, deadline=None)
     @given(cases())
     def check(case: dict[str, Any]) -> None:
         check_lists(executor, case)
