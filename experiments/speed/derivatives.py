@@ -23,12 +23,13 @@ plain_ms. Their times are those of the fastest of several calls in turn.
 
 Expect: a value and its tangents in at most 4.6 times the time of plain attention.
 Found:  on an H200 at 128 columns 3.6 times as long without a mask and 3.7 times with a causal one, 3.4 and 3.6 times at
-64 columns; by sm80's kernels 6.1 times; with an eighth of the blocks 1.5 times an eighth of the time. A double backward
-takes 4.1 times plain attention's backward pass at 128 columns, and 4.0 times at 64. A gradient penalty's step takes 14
-ms, 28 ms by sm80's kernels, and 160 ms with PyTorch's math attention. jvp_flash_attention takes 7.6 and 10.2 times as
-long as these calls at 128 columns. With softcap or a bias, the pass jvp runs by sm80's kernels, 2.4 and 3.4 times as
-long as the plain pass. A call occupies the host for 63 us, and the look for tangents in PyTorch takes 0.2 us. On the
-host, the pass jvp takes 0.97 to 1.00 times as long as the backward pass, and backward_jvp 1.8 to 2.1 times.
+64 columns; by sm80's kernels 3.8 times their own; with an eighth of the blocks 1.5 times an eighth of the time.
+A double backward takes 4.1 times plain attention's backward pass at 128 columns, and 4.0 times at 64. A
+gradient penalty's step takes 14 ms, 28 ms by sm80's kernels, and 160 ms with PyTorch's math attention.
+jvp_flash_attention takes 7.6 and 10.2 times as long as these calls at 128 columns. With softcap or a bias, the
+pass jvp runs by sm80's kernels, 2.4 and 3.4 times as long as the plain pass. A call occupies the host for 63
+us, and the look for tangents in PyTorch takes 0.2 us. On the host, the pass jvp takes 0.97 to 1.00 times as
+long as the backward pass, and backward_jvp 1.8 to 2.1 times.
 
 Cost: Three minutes of a GPU, and two minutes of two cores.
 """
