@@ -366,7 +366,8 @@ def attention_jvp(
     mask, causal, window, scale, score, softcap, bias, sink, dropout : optional
         As in `attention`.
     kernel, executor, precision, deterministic, q_start, kv_start : optional
-        As in `attention`. On a GPU, kernels of "sm80" and "simt" compute the tangents, even if o comes from "sm90".
+        As in `attention`. If the family of o has no tangents for a call, another family computes them: "sm90" has those
+        of 16-bit dtypes up to 128 columns, without score functions and dropout, "sm80" and "simt" the others.
     out : array, or pair (o, lse), optional
         As in `attention`, for o and lse, and must not overlap tangents either; o_dot and lse_dot are new arrays.
     return_lse : bool

@@ -65,16 +65,19 @@ sink's weight relative to those of the keys has the roundings of L', of a differ
 
     eta_s = 4 ua (|m| + |L'|) + 2 ua (|s| + |L'|) + 8 ua + e_s     r += P_s (exp(eta_s) - 1)
     tol_L += 4 ua ((1 - P_s) |L'| + 1)                             tol_O: plus 4 ua sum_j P exp(eta) |v|
+                                                                   plus sum_j min(P, wa exp(S - L')) |v|
     eta_s' = tol_L + 4 ua (|s| + |L|) + 4 ua + e_s                 delta = D - dlse, e_delta = e_D + 2 ua (|D| + |dlse|)
     tol_ds = sum_i (P_s (exp(eta_s') - 1) + (k(n) + 4) ua P_s exp(eta_s')) (|delta| + e_delta) + P_s e_delta
              + u |ds| + w                                          with u and w of the sink's dtype
 
-Then O is a weighted mean of the rows of v and of 0. e_s is 0, except for a float64 sink if A is float32: the sink is
-rounded to A when it is read, so that e_s = ua |s| + wa, and in rows without a key tol_L = e_s.
+The last sum is there because exp2(L' - s) may underflow. O is then a weighted mean of the rows of v and of 0. e_s is 0,
+except for a float64 sink if A is float32: the sink is rounded to A when it is read, so that e_s = ua |s| + wa, and in
+rows without a key tol_L = e_s.
 
 Dropout multiplies P by Z, which is 0 or 1 / (1 - p), before the products with v and dO, and multiplies dP by Z. So do
 the bounds, with two more roundings in sum_j Z P exp(eta) |v|, in |Z dP| and in dV: those of 1 / (1 - p) and of the
-product. O is then 1 / (1 - p) times a weighted mean of some of the rows of v and of 0.
+product. O is then 1 / (1 - p) times a weighted mean of some of the rows of v and of 0. Kernels may multiply finished
+sums by 1 / (1 - p), and with them the wa of each term.
 
 Tangents. A dot marks a tangent: F_dot is that of the final scores, mu = sum_j P F_dot + P_s s_dot is that of lse, and c
 is the number of each row that is subtracted from F_dot: a computed mean of F_dot over attended keys::

@@ -135,6 +135,8 @@ def forward_tolerances(operands: Operands) -> Forward:
     z, z_rounding = weights.factors, weights.roundoffs * ua
     o = (z * p) @ values
     lost = np.minimum(p, model.wp * np.exp(row_max - lse))
+    of_keys = np.exp(np.where(allowed, score - lse_of_keys, -np.inf))  # weights without the sink
+    lost = lost + has_sink * np.minimum(p, model.wa * of_keys)
     rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua + z_rounding
     first = (z * (p_excess + lost + rounding * (p + p_excess))) @ np.abs(values)
     cut = 0.0 if cuts is None else cuts.of_output(p + p_excess, allowed, np.exp(row_max - lse))
@@ -142,7 +144,7 @@ def forward_tolerances(operands: Operands) -> Forward:
     by_weights = (1 + r) * (first + r * np.abs(o)) + model.u * np.abs(o)
     of_mean = _rounding_of_sum(values, rounding + seqlen_kv * model.wp + model.u, has_sink | weights.is_dropping)
     tol_o = np.fmin(by_weights, weights.most * of_mean + cut)
-    tol_o = tol_o + model.w + seqlen_kv * model.wa
+    tol_o = tol_o + model.w + weights.most * seqlen_kv * model.wa
     return Forward(
         allowed=allowed, score=score, p=p, log_p=log_p, eta=eta, lse=lse, o=o,
         tol_lse=np.where(is_row, tol_lse, e_logit), tol_o=np.where(is_row, tol_o, 0), final=final, raw=raw,

@@ -82,9 +82,9 @@ def summed(
     operands: Operands, exact: Sequence[Array], tolerances: Sequence[Array], terms: Sequence[int]
 ) -> list[Array]:
     """Return the bounds on dq, dk and dv, or on their tangents, in the shapes of q, k and v."""
-    model, bounds = operands.model, []
+    model, most, bounds = operands.model, operands.weights.most, []
     for x, tolerance, shape, n, add in zip(exact, tolerances, operands.shapes, terms, (sum_to, *[sum_heads_to] * 2)):
-        gradient, lost = add(x, shape), (1 + abs(operands.scale)) * n * model.wa + model.w
+        gradient, lost = add(x, shape), (most + abs(operands.scale)) * n * model.wa + model.w
         bounds.append(rounded_up(add(tolerance, shape) + model.u * np.abs(gradient) + lost, gradient, model))
     return bounds
 

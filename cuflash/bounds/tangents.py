@@ -108,7 +108,7 @@ def push_tolerances(operands: Operands, forward: Forward, dots: Dots, tangents: 
     abs_o, abs_o_dot = np.abs(forward.o), np.abs(o_dot)
     tol_o_dot = e_sum + e_rise * (abs_o + forward.tol_o) + spread * forward.tol_o
     tol_o_dot = tol_o_dot + 3 * ua * (abs_o_dot + e_sum + spread * (abs_o + forward.tol_o))
-    tol_o_dot = tol_o_dot + model.u * abs_o_dot + model.w + 2 * seqlen_kv * wa + head_dim * wa
+    tol_o_dot = tol_o_dot + model.u * abs_o_dot + model.w + 2 * operands.weights.most * seqlen_kv * wa + head_dim * wa
     # Tangents of gradients read the stored o_dot, which has been rounded.
     tol_o_dot = np.where(abs_o_dot + SECOND_ORDER * tol_o_dot > model.largest, np.inf, tol_o_dot)
     is_row = allowed.any(axis=-1, keepdims=True)

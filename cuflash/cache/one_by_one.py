@@ -89,7 +89,7 @@ class OneByOneStep(AttendStep):
         assert self._placed is not None
         xp = namespace(*self._placed.arrays.values())
         held = {name: score.arrays[of_call] for of_call, name in names_in_cache(score).items()}
-        return self._placed._with_arrays({**held, "place": xp.asarray(np.array(place, np.int32))})
+        return self._placed._over({**held, "place": xp.asarray(np.array(place, np.int32))})
 
     def _parts(self, length: int, new: int) -> Iterator[Part]:
         """Yield the calls of a sequence, which has no fewer keys than queries."""

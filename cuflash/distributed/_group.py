@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import describe, is_number
 from ..keywords import explains_keywords
-from ._lanes import Arrays, HostLanes, Route
+from ._lanes import Arranged, HostLanes, Route
 from ._schedule import Program, Step
 
 __all__ = ["Group", "PeerLost"]
@@ -35,7 +35,7 @@ class PeerLost(RuntimeError):
         super().__init__(f"{reason}. This group is closed: start the ranks again")
 
 
-class Work(Protocol):
+class Work(Arranged, Protocol):
     """The steps of all ranks in one pass, and the arrays of this rank in them."""
 
     @property
@@ -45,14 +45,8 @@ class Work(Protocol):
     def program(self) -> Program:
         """The steps in their order, with the events that they wait for."""
 
-    @property
-    def arrays(self) -> Arrays: ...
-
     def routes(self, number: int) -> Sequence[Route]:
         """Return the rows that a step moves, on any rank."""
-
-    def do(self, number: int, source: Work) -> None:
-        """Run a step of this rank that reads arrays of another, or of this one."""
 
 
 @explains_keywords

@@ -16,19 +16,39 @@ import numpy as np
 from ..arrays import Array, Namespace
 from ..executors import gpu
 from ..executors._results import bound_row_sums
-from ..executors.launch import PassLayout
+from ..executors.launch import BoundPass, PassLayout
 from ..plans.plan import Plan
-from ._schedule import RECEIVING, Issue, lane_of
+from ._schedule import RECEIVING, Issue
 
 Arrays = Mapping[str, Array]
+_CURRENT = nullcontext()  # the current stream
 Event = Any  # an object that other lanes wait for; None on the host, where a step is over when it returns
 
 
+class Addresses(dict[str, int]):
+    """Addresses of a pass's device arrays by name, each of which is looked up once; the name "" has the address 0."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        super().__init__({"": 0})
+        self._arrays = arrays
+
+    def __missing__(self, name: str) -> int:
+        address: int = self._arrays[name].data.ptr
+        self[name] = address
+        return address
+
+
 class Arranged(Protocol):
-    """The passes of a rank, with the arrays that steps read and write, by name."""
+    """A pass of a rank, with the arrays that steps read and write, by name."""
 
     @property
     def arrays(self) -> Arrays: ...
+
+    @property
+    def addresses(self) -> Addresses: ...
+
+    def do(self, number: int, source: Arranged) -> None:
+        """Run a step of this rank that reads arrays of another, or of this one."""
 
 
 # Takes the passes of the rank that runs a step, and of the rank whose rows it reads.
@@ -132,9 +152,9 @@ class HostLanes:
         """Return the event that other lanes wait for before they read the arrays of this rank."""
         return None
 
-    def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
-        """Run a step after these events; return the event of its end if it is awaited."""
-        do()
+    def run(self, issue: Issue, events: Mapping[int, Event], passes: Sequence[Arranged]) -> Event:
+        """Run a step of the passes of all ranks after its events; return the event of its end if it is awaited."""
+        passes[issue.step.rank].do(issue.number, passes[issue.step.source])
         return None
 
     def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
@@ -213,18 +233,10 @@ class CudaLanes(HostLanes):
 
     def adder(self, sums: RowSums, arrays: Arrays) -> Task:
         parts = [[each.of(arrays) for each in pair] for pair in sums.pairs]
-        bound, table = bound_row_sums(parts, sums.table, gpu.current_target()), sums.table
+        bound = bound_row_sums(parts, sums.table, gpu.current_target())
         written, *terms = zip(*([_place(each, arrays) for each in pair] for pair in sums.pairs))
-        read = list(itertools.chain(*zip(*terms)))
-
-        def add(own: Arranged, other: Arranged) -> None:
-            now = own.arrays
-            addresses = [now[name].data.ptr + offset for name, offset in read]
-            addresses.append(table.data.ptr)
-            addresses += [now[name].data.ptr + offset for name, offset in written]
-            bound.launch(addresses, self.stream)
-
-        return add
+        table = "", sums.table.data.ptr  # which the prepared calls of the rank keep
+        return self._launching(bound, [*itertools.chain(*zip(*terms)), table, *written])
 
     def launcher(
         self, plan: Plan, name: str, inputs: Mapping[str, Region], outs: Mapping[str, Region], arrays: Arrays
@@ -236,11 +248,14 @@ class CudaLanes(HostLanes):
         bound = gpu.bound_pass(plan._plan, PassLayout(name, plan._plan.problem.keyed(parts), {}))
         if bound.record.zeroed:
             return None
-        places, numbers = [_place(region, arrays) for region in regions.values()], plan._numbers
+        return self._launching(bound, [_place(region, arrays) for region in regions.values()], plan._numbers)
+
+    def _launching(self, bound: BoundPass, places: Sequence[tuple[str, int]], numbers: Sequence[int] = ()) -> Task:
+        """Return a function that launches kernels on parts of arrays, and with numbers, on the stream of its step."""
 
         def launch(own: Arranged, other: Arranged) -> None:
-            now = own.arrays
-            addresses = [now[name].data.ptr + offset for name, offset in places]
+            start_of = own.addresses
+            addresses = [start_of[name] + offset for name, offset in places]
             addresses += numbers
             bound.launch(addresses, self.stream)
 
@@ -280,13 +295,13 @@ class DeviceLanes(CudaLanes):
         super().start()
         return self.kernels.record(self._start)
 
-    def run(self, issue: Issue, events: Sequence[Event], do: Callable[[], None]) -> Event:
-        _, lane = lane_of(issue.step)
+    def run(self, issue: Issue, events: Mapping[int, Event], passes: Sequence[Arranged]) -> Event:
+        lane = issue.lane
         stream = self.stream = self._streams[lane] if lane else self.kernels
-        for event in events:
-            stream.wait_event(event)
-        with stream if 0 < lane < RECEIVING else nullcontext():  # memory that a step allocates belongs to its stream
-            do()
+        for number in issue.waits:
+            stream.wait_event(events[number])
+        with stream if 0 < lane < RECEIVING else _CURRENT:  # memory that a step allocates belongs to its stream
+            super().run(issue, events, passes)
         return stream.record(self._events[issue.number]) if issue.is_awaited else None
 
     def copier(self, routes: Sequence[Route], mine: Arrays, theirs: Arrays) -> Task:
@@ -312,9 +327,9 @@ class DeviceLanes(CudaLanes):
         copy_rows, kind_of_copy = self._cuda.runtime.memcpy2DAsync, self._cuda.runtime.memcpyDefault
 
         def copy(own: Arranged, other: Arranged) -> None:
-            now, of_source, stream = own.arrays, other.arrays, self.stream.ptr
+            start_of, start_of_source, stream = own.addresses, other.addresses, self.stream.ptr
             for to_name, at, to_pitch, name, begin, pitch, width, height in copies:
-                target, source = now[to_name].data.ptr + at, of_source[name].data.ptr + begin
+                target, source = start_of[to_name] + at, start_of_source[name] + begin
                 copy_rows(target, to_pitch, source, pitch, width, height, kind_of_copy, stream)
 
         return copy

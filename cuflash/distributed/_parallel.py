@@ -351,7 +351,7 @@ class ContextParallel:
         assert prepared is not None
         call = RankCall(prepared, arrays)
         self._group._perform("attention", prepared.texts, [], call)
-        return ((call.o, call.lse) if return_lse else call.o), Pullback(call.without_keys())
+        return ((call.o, call.lse) if return_lse else call.o), Pullback(call)
 
     def _array_reasons(self, name: str, array: Array) -> list[str]:
         posed, is_query = self._posed, name == "q"

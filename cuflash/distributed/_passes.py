@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +16,7 @@ from ..keywords import explains_keywords
 from ..plans.fit import require_fit
 from ..plans.plan import Gradients, named_gradients
 from ._group import Group
-from ._lanes import Arranged, Move, Region, Route, RowSums, Task
+from ._lanes import Addresses, Arranged, Move, Region, Route, RowSums, Task
 from ._posed import Part, Posed
 from ._schedule import ADD, COPY, NUM_BUFFERS, TAKE, Program, Step, program
 
@@ -37,9 +36,11 @@ class Pass:
     """
 
     def __init__(
-        self, group: Group, steps: Sequence[Step], issued: Program, arrays: dict[str, Array], tasks: dict[int, Task]
+        self, group: Group, steps: Sequence[Step], issued: Program, arrays: dict[str, Array],
+        tasks: dict[int, list[Task]],
     ) -> None:  # fmt: skip
         self.group, self.steps, self.program, self.arrays, self._tasks = group, steps, issued, arrays, tasks
+        self.addresses = Addresses(arrays)
 
     def routes(self, number: int) -> Sequence[Route]:
         """Return the rows that a step moves, on any rank."""
@@ -47,14 +48,15 @@ class Pass:
 
     def do(self, number: int, source: Arranged) -> None:
         """Run a step of this rank that reads the arrays of a pass of another, or of this one."""
-        task = self._tasks.get(number)
-        if task is None:
-            task = self._tasks[number] = self._prepared(number, source)
-        task(self, source)
+        tasks = self._tasks.get(number)
+        if tasks is None:
+            tasks = self._tasks[number] = self._prepared(number, source)
+        for task in tasks:
+            task(self, source)
 
-    def _prepared(self, number: int, source: Arranged) -> Task:
-        """Return a function that runs a step."""
-        return self.group._lanes.copier(self.routes(number), self.arrays, source.arrays)
+    def _prepared(self, number: int, source: Arranged) -> list[Task]:
+        """Return functions that run a step."""
+        return [self.group._lanes.copier(self.routes(number), self.arrays, source.arrays)]
 
 
 class Gather(Pass):
@@ -104,7 +106,7 @@ class Prepared:
     texts: dict[str, str]
     dims: tuple[int, int]
     dtype: np.dtype[np.generic]
-    tasks: dict[Hashable, dict[int, Task]] = field(default_factory=dict, init=False)
+    tasks: dict[Hashable, dict[int, list[Task]]] = field(default_factory=dict, init=False)
     constants: dict[str, Array] = field(default_factory=dict, init=False)
     memory: dict[str, dict[str, ShapeDtype]] = field(default_factory=dict, init=False)
     regions: dict[tuple[str, str, int], Region] = field(default_factory=dict, init=False)
@@ -175,7 +177,7 @@ class _Attention(Pass):
             return regions["keys", name, group], Region(name)
         return regions["received", name[1:], group], regions["sums", name[1:], group]
 
-    def _prepared(self, number: int, source: Arranged) -> Task:
+    def _prepared(self, number: int, source: Arranged) -> list[Task]:
         step = self.steps[number]
         if step.kind in (COPY, TAKE):
             return super()._prepared(number, source)
@@ -192,14 +194,7 @@ class _Attention(Pass):
             tasks.append(self.group._lanes.adder(sums, self.arrays))
         if step.kind != ADD:
             tasks += (self._attending(step.group, n) for n in range(len(self.parts[step.group].plans)))
-        if len(tasks) == 1:
-            return tasks[0]
-
-        def run(own: Arranged, other: Arranged) -> None:
-            for task in tasks:
-                task(own, other)
-
-        return run
+        return tasks
 
     def _attending(self, group: int, n: int) -> Task:
         """Return a function that runs plan `n` of a group of heads."""
@@ -259,18 +254,12 @@ class RankCall(_Attention):
     name = "forward"
 
     def __init__(self, prepared: Prepared, arrays: Mapping[str, Array]) -> None:
-        xp = self.xp = prepared.group._lanes.namespace
+        xp = prepared.group._lanes.namespace
         q, _, v = own = [x if x.flags.c_contiguous else xp.ascontiguousarray(x) for x in arrays.values()]
         self.o = xp.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
         self.lse = xp.empty(q.shape[:-1], accumulator_dtype(q.dtype))
         results = {"o": self.o, "lse": self.lse[..., None]}
         super().__init__(prepared, self.name, dict(zip(arrays, own)) | results)
-
-    def without_keys(self) -> RankCall:
-        """Return this call without the keys that it gathered; the backward pass gathers them again."""
-        call = copy(self)
-        call.arrays = {name: x for name, x in self.arrays.items() if name != "keys"}
-        return call
 
 
 class _Backward(_Attention):
@@ -284,11 +273,10 @@ class _Backward(_Attention):
 
     name = "backward"
 
-    def __init__(self, call: RankCall, cotangents: Mapping[str, Array]) -> None:
-        self.xp, self.others = call.xp, dict[tuple[str, int], Array]()
-        gradients = {f"d{name}": call.xp.empty_like(call.arrays[name]) for name in "qkv"}
-        key = self.name, "dlse" in cotangents
-        super().__init__(call.prepared, key, {**call.arrays, **cotangents, **gradients})
+    def __init__(self, prepared: Prepared, arrays: Mapping[str, Array], cotangents: Mapping[str, Array]) -> None:
+        xp, self.others = prepared.group._lanes.namespace, dict[tuple[str, int], Array]()
+        gradients = {f"d{name}": xp.empty_like(arrays[name]) for name in "qkv"}
+        super().__init__(prepared, (self.name, "dlse" in cotangents), {**arrays, **cotangents, **gradients})
 
     def keep(self, part: Part, group: int, n: int, gradients: Gradients) -> None:
         """Add the gradients of plan `n` of a group of heads to those of the plans before it."""
@@ -305,7 +293,7 @@ class _Backward(_Attention):
         shape: tuple[int, ...] = np.shape(sink)
         if dsink.shape == shape:
             return dsink
-        whole = self.xp.zeros(shape, dsink.dtype)
+        whole = self.group._lanes.namespace.zeros(shape, dsink.dtype)
         whole[..., part.heads] = dsink
         return whole
 
@@ -318,7 +306,7 @@ class _Backward(_Attention):
         own: dict[str, Any] = {}
         for (name, _), each in sorted(self.others.items(), key=lambda item: item[0]):
             own[name] = own.get(name, 0) + each
-        arrays = {name: self.xp.ascontiguousarray(each).reshape(1, 1, -1) for name, each in own.items()}
+        arrays = {name: namespace(each).ascontiguousarray(each).reshape(1, 1, -1) for name, each in own.items()}
         gather = Gather(group, arrays, [((0, source, 1),) for source in range(group.size)])
         group._perform("the gradients of other arrays", {}, [], gather)
         sums = dict[str, Array]()
@@ -351,7 +339,8 @@ class Pullback:
     """
 
     def __init__(self, call: RankCall) -> None:
-        self._call = call
+        self._prepared, self._o, self._lse = call.prepared, call.o, call.lse
+        self._arrays = {name: x for name, x in call.arrays.items() if name != "keys"}  # which move again
 
     def __call__(self, do: Array, dlse: Array | None = None) -> Gradients:
         """Return this rank's rows of the gradients of sum(do * o) + sum(dlse * lse) over the rows of all ranks.
@@ -363,14 +352,14 @@ class Pullback:
         PeerLost
             Another rank is lost.
         """
-        call, cotangents = self._call, dict[str, Array]()
-        reasons = _reasons("do", do, call.o) + ([] if dlse is None else _reasons("dlse", dlse, call.lse))
+        group, cotangents = self._prepared.group, dict[str, Array]()
+        reasons = _reasons("do", do, self._o) + ([] if dlse is None else _reasons("dlse", dlse, self._lse))
         if not reasons:
-            cotangents["do"] = call.xp.ascontiguousarray(do)
+            cotangents["do"] = group._lanes.namespace.ascontiguousarray(do)
             if dlse is not None:
-                cotangents["dlse"] = call.xp.ascontiguousarray(dlse)[..., None]
-        backward = None if reasons else _Backward(call, cotangents)
-        call.group._perform("vjp", {"dlse": "None" if dlse is None else "an array"}, reasons, backward)
+                cotangents["dlse"] = group._lanes.namespace.ascontiguousarray(dlse)[..., None]
+        backward = None if reasons else _Backward(self._prepared, self._arrays, cotangents)
+        group._perform("vjp", {"dlse": "None" if dlse is None else "an array"}, reasons, backward)
         assert backward is not None
         dq, dk, dv = (backward.arrays[f"d{name}"] for name in "qkv")
         return Gradients(dq, dk, dv, backward.other_gradients())

@@ -139,6 +139,8 @@ class Issue(NamedTuple):
     number : int
         The number of the step.
     step : Step
+    lane : int
+        The number of its lane among those of its rank.
     waits : tuple of int
         Numbers of the events for which the lane waits first: those of steps of other lanes, and ~rank of the ranks
         whose arrays must be ready.
@@ -148,6 +150,7 @@ class Issue(NamedTuple):
 
     number: int
     step: Step
+    lane: int
     waits: tuple[int, ...]
     is_awaited: bool
 
@@ -207,7 +210,7 @@ def program(steps: Sequence[Step], size: int, order: Sequence[int] | None = None
         for rank, of_lanes in enumerate(ends)
     )
     awaited.update(number for each in last for number in each)
-    issues = [Issue(n, steps[n], tuple(waits), n in awaited) for n, waits in drafts]
+    issues = [Issue(n, steps[n], lane_of(steps[n])[1], tuple(waits), n in awaited) for n, waits in drafts]
     turns = groupby(issues, key=lambda each: each.step.rank)
     return Program(tuple((rank, tuple(each)) for rank, each in turns), last)
 

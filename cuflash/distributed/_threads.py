@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from ..keywords import explains_keywords
 from ._agreement import refusal
 from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
 from ._lanes import DeviceLanes, Event, HostLanes, device_count
-from ._schedule import Issue, drawn_order, program
+from ._schedule import drawn_order, program
 
 __all__ = ["run"]
 
@@ -152,7 +151,7 @@ class _Meeting:
                     for issue in issues:
                         visit.number += 1
                         self.require_open()
-                        events[issue.number] = self.issue(issue, [events[number] for number in issue.waits], works)
+                        events[issue.number] = lanes.run(issue, events, works)
             for rank, ends in enumerate(issued.ends):
                 self.lanes[rank].finish([events[number] for number in ends])
         except BaseException as error:  # also of the rank whose thread this is not
@@ -160,11 +159,6 @@ class _Meeting:
                 visit.failures[visit.rank] = error
                 self.close(f"rank {visit.rank} raised {type(error).__name__}: {error}")
         return []
-
-    def issue(self, issue: Issue, waits: list[Event], works: Sequence[Work]) -> Event:
-        """Run a step after these events, and return the event of its end."""
-        rank, source = issue.step.rank, issue.step.source
-        return self.lanes[rank].run(issue, waits, partial(works[rank].do, issue.number, works[source]))
 
 
 class ThreadGroup(Group):

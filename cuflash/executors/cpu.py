@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -86,34 +86,54 @@ def _forward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Ar
     run(call.tiles.tiling, (call.forward_rows, call.tiles.of_rows()))
 
 
-def _backward(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+def backward(
+    call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array], of: _Backward | None = None,
+    num_tiles: int = 2,
+) -> None:  # fmt: skip
     """Compute dq [*batch, heads, ...], and dk and dv [*batch, kv_heads, ...], with broadcast leading axes.
 
     If they are among the arrays, also compute dsink [*batch, heads] and the gradients of a score function's arrays.
+    `of` has the terms, by default those of the call's gradients, whose steps use `num_tiles` tiles of scratch memory.
     """
-    dq, stop = call.arrays["dq"], threading.Event()
+    of, dq, stop = of or call, call.arrays["dq"], threading.Event()
     call.arrays["delta"] = np.empty_like(call.arrays["shift"])
     call.arrays["dq_sum"] = dq_sum = dq if dq.dtype == call.wide else np.empty(dq.shape, call.wide)
     dq_sum[...] = 0
     # If tiles add to gradients of captured arrays, they run in order, because many of them add to one array.
     in_order = call.score is not None and call.score.adds_gradients
-    run(call.tiles.tiling, (call.backward_deltas, call.tiles.of_rows()), in_order=in_order)
-    columns = call.backward_columns, in_turn(call.tiles.of_columns(), stop)
-    run(call.tiles.tiling, columns, in_order=in_order, stop=stop)
+    run(call.tiles.tiling, (of.backward_deltas, call.tiles.of_rows()), in_order=in_order)
+    columns = partial(call.backward_columns, of.column_terms), in_turn(call.tiles.of_columns(), stop)
+    run(call.tiles.tiling, columns, in_order=in_order, num_tiles=num_tiles, stop=stop)
     with np.errstate(all="ignore"):  # values that overflow a narrower dtype become infinite
         dq[...] = np.multiply(dq_sum, call.wide(call.plan.problem.scaling.scale), out=dq_sum)
     if "dsink" in results:
-        results["dsink"][...] = call.sink_gradient()
+        results["dsink"][...] = of.sink_gradient()
 
 
-_PASSES = {"forward": _forward, "backward": _backward}
+_PASSES: Mapping[str, _Pass] = {"forward": _forward, "backward": backward}
 
 
 _OF_HEADS = ("sink", "dsink", "sink.dot")  # arrays with one number per head
 _OF_ROWS = ("lse", "shift", "dlse", "delta", "empty", "lse.dot", "dlse.dot", "delta.dot")  # with one number per query
 _OF_SCORE = ("score.", "dscore.")  # prefixes of a score function's arrays, tangents and gradients
 BATCH_HEAD, ROWS = attrgetter("b", "h"), attrgetter("rows")  # of a tile
+_OF_KEYS = ("k", "v", "k.dot", "v.dot")
 RowIndex: TypeAlias = tuple[int | slice | Array, ...]  # selects rows [tiles, rows, ...] of several matrices
+# Returns what a step of key tiles adds to dQ, dK and dV.
+_ColumnTerms: TypeAlias = Callable[
+    [list[Tile], Mapping[str, Array], list[BatchHead], tuple[Step, ...], RowIndex, Array], tuple[Array, Array, Array]
+]
+
+
+class _Backward(Protocol):
+    """The terms of gradients, or of their tangents."""
+
+    @property
+    def column_terms(self) -> _ColumnTerms: ...
+
+    def backward_deltas(self, tiles: list[Tile], scratch: Array) -> None: ...
+
+    def sink_gradient(self) -> Array: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +208,7 @@ class HostCall:
 
     def scores(self, k: Array, q: Array, scratch: Array) -> Array:
         """Return scores before the score function, transposed."""
-        s = _product(k, q, scratch)
+        s = product(k, q, scratch)
         return s if self.score_factor == 1 else np.multiply(s, self.wide(self.score_factor), out=s)
 
     def read_gradients(self, row_index: RowIndex, name: str = "do") -> Array:
@@ -239,7 +259,7 @@ class HostCall:
             s = self.scores(self.read("k", keys), q, scratch)
             if self.score is not None:
                 self.score.apply(s, self._row_places(tiles, steps))
-            self._mask_keys(tiles, steps, s, -np.inf)
+            self.mask_keys(tiles, steps, -np.inf, s)
             yield steps, keys, s
 
     def backward_deltas(self, tiles: list[Tile], scratch: Array) -> None:
@@ -263,28 +283,22 @@ class HostCall:
             terms = np.exp(sink - lse) * delta
             return -np.where(sink == -np.inf, self.wide(0), terms).sum(axis=-1)
 
-    def backward_columns(self, drawn: tuple[list[Tile], Turn], scratch: Array) -> None:
+    def backward_columns(self, terms: _ColumnTerms, drawn: tuple[list[Tile], Turn], scratch: Array) -> None:
         """Compute dK and dV of key tiles, summed over the query heads that share them, and add to dQ in turn."""
         tiles, turn = drawn
         keys = self.row_index([*map(BATCH_HEAD, tiles)], [*map(ROWS, tiles)])
-        k, v = self.read("k", keys), self.read("v", keys)
-        is_finite = np.isfinite(k).all(axis=-1)
+        of_keys = dict[str, Array]()
+        for name in _OF_KEYS:
+            if name in self.arrays:
+                of_keys[name] = self.read(name, keys)
         dk: Array | None = None
         dv: Array | None = None
         for head in range(self.group_size):
             batch_heads = [(tile.b, tile.h * self.group_size + head) for tile in tiles]
             for steps in steps_side_by_side(tiles, head):
                 rows = self.row_index(batch_heads, [step.rows for step in steps])
-                q, do = self.read_queries(rows), self.read_gradients(rows)
-                s, dp = self.scores(k, q, scratch[0]), _product(v, do, scratch[1])
-                p, ds = self._weights_and_gradients(tiles, batch_heads, steps, rows, s, dp)
-                dv, dk = added(dv, p @ do), added(dk, ds @ q)
-                if is_finite.all():
-                    dq = ds.swapaxes(-1, -2) @ k
-                else:
-                    seen = np.ones(ds.shape, bool)
-                    self._mask_queries(tiles, batch_heads, steps, seen.view(np.uint8))
-                    dq = _by_attended_keys(ds, k, seen, is_finite)
+                dq, dk_term, dv_term = terms(tiles, of_keys, batch_heads, steps, rows, scratch)
+                dk, dv = added(dk, dk_term), added(dv, dv_term)
                 stops = list(map(attrgetter("stop"), steps))
                 if turn.earlier and not turn.wait(head, max(stops)):
                     return
@@ -303,11 +317,13 @@ class HostCall:
         of_kept = 1.0 if self.dropout is None else self.dropout.draws.factor
         self.arrays["dv"][keys] = 0 if dv is None else dv if of_kept == 1 else dv * self.wide(of_kept)
 
-    def _weights_and_gradients(
-        self, tiles: list[Tile], batch_heads: list[BatchHead], steps: tuple[Step, ...], rows: RowIndex, s: Array,
-        dp: Array,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """Return P after dropout and dS / softmax_scale of key tiles, in the memory of the scores and of dP."""
+    def column_terms(
+        self, tiles: list[Tile], of_keys: Mapping[str, Array], batch_heads: list[BatchHead], steps: tuple[Step, ...],
+        rows: RowIndex, scratch: Array,
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        """Return what a step of key tiles adds to dQ, dK and dV."""
+        k, q, do = of_keys["k"], self.read_queries(rows), self.read_gradients(rows)
+        s, dp = self.scores(k, q, scratch[0]), product(of_keys["v"], do, scratch[1])
         shift, delta = self.read("shift", rows), self.read("delta", rows)
         at: tuple[Array, ...] = ()
         if self.score is not None or self.dropout is not None:
@@ -319,16 +335,30 @@ class HostCall:
         if self.score is None:
             s -= shift[..., None, :]
             p = self.power(s, out=s)
-            np.minimum(p, 1, out=p)  # at logits of 1e6 and more, the rounding of lse alone could make P exceed 1
+            np.clip(p, 0, 1, out=p)  # at logits of 1e6 and more, the rounding of lse alone could make P exceed 1
             dp -= delta[..., None, :]
             ds = np.multiply(dp, p, out=dp)
         else:
-            mask = partial(self._mask_queries, tiles, batch_heads, steps) if self.score.adds_gradients else None
+            mask = partial(self.mask_queries, tiles, batch_heads, steps) if self.score.adds_gradients else None
             p, ds = self.score.gradients(s, dp, shift, delta, at, mask)
-        self._mask_queries(tiles, batch_heads, steps, p, ds)  # if lse is NaN, P is NaN even at masked scores
+        self.mask_queries(tiles, batch_heads, steps, p, ds)  # if lse is NaN, P is NaN even at masked scores
         if dropped is not None:
             dropped.apply(p)
-        return p, ds
+        is_finite = np.isfinite(k).all()
+        dq = ds.swapaxes(-1, -2) @ k if is_finite else self.by_attended_keys(tiles, batch_heads, steps, ds, k)
+        return dq, ds @ q, p @ do
+
+    def by_attended_keys(
+        self, tiles: list[Tile], batch_heads: list[BatchHead], steps: tuple[Step, ...], ds: Array, k: Array
+    ) -> Array:
+        """Return dQ of a step if some keys are not finite: these affect only the queries that attend them."""
+        seen, is_finite = np.ones(ds.shape, bool), np.isfinite(k).all(axis=-1)
+        self.mask_queries(tiles, batch_heads, steps, seen.view(np.uint8))
+        dq: Array = ds.swapaxes(-1, -2) @ np.where(is_finite[..., None], k, 0)
+        for tile, key in np.argwhere(~is_finite):
+            queries = seen[tile, key]
+            dq[tile, queries] += ds[tile, key, queries, None] * k[tile, key]
+        return dq
 
     def rows_of(self, tiles: list[Tile]) -> tuple[RowIndex, list[BatchHead]]:
         """Return the rows of query tiles, and the key/value heads that they read."""
@@ -340,14 +370,15 @@ class HostCall:
         batch_heads, places = [(tile.b, tile.h) for tile in tiles], self.plan.problem.places
         return coordinates(places, batch_heads, [tile.rows for tile in tiles], [step.rows for step in steps])
 
-    def _mask_keys(self, tiles: list[Tile], steps: tuple[Step, ...], x: Array, value: float) -> None:
-        """Set scores, or dS, of masked keys to a value."""
+    def mask_keys(self, tiles: list[Tile], steps: tuple[Step, ...], value: float, *scores: Array) -> None:
+        """Set scores, or weights, of masked keys to a value."""
         for numbers, (tile, step) in _unlike(tiles, steps):
             for each in step.partial:
                 masked = masked_elements(self.plan.work, (tile.b, tile.h), each, tile.rows, None)
-                np.copyto(x[numbers, each.rows], value, where=masked)
+                for x in scores:
+                    np.copyto(x[numbers, each.rows], value, where=masked)
 
-    def _mask_queries(
+    def mask_queries(
         self, tiles: list[Tile], batch_heads: list[BatchHead], steps: tuple[Step, ...], *weights: Array
     ) -> None:
         """Set P, or P and dS, of masked queries to 0."""
@@ -367,19 +398,10 @@ def _unlike(tiles: list[Tile], steps: tuple[Step, ...]) -> Iterator[tuple[slice,
             first = stop
 
 
-def _product(keys: Array, queries: Array, scratch: Array) -> Array:
+def product(keys: Array, queries: Array, scratch: Array) -> Array:
     """Return keys @ queries^T in reused memory: touching new pages would take longer than the product."""
     shape = *keys.shape[:-1], queries.shape[-2]
     return np.matmul(keys, queries.swapaxes(-1, -2), out=scratch[: math.prod(shape)].reshape(shape))
-
-
-def _by_attended_keys(ds: Array, k: Array, seen: Array, is_finite: Array) -> Array:
-    """Return dQ of a step if some keys are not finite: these affect only the queries that attend them."""
-    dq: Array = ds.swapaxes(-1, -2) @ np.where(is_finite[..., None], k, 0)
-    for tile, key in np.argwhere(~is_finite):
-        queries = seen[tile, key]
-        dq[tile, queries] += ds[tile, key, queries, None] * k[tile, key]
-    return dq
 
 
 def added(total: Array | None, term: Array) -> Array:

@@ -53,7 +53,7 @@ def evaluated_source(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> tu
     elif len(others) == 1 and isinstance(others[0], BlockGrid) and others[0].block == (1, 1) and has_room:
         array, flat = others[0].blocks.array, shape
     else:
-        array = evaluated(And(others), shape, over)
+        array = evaluated(And(others), shape, over, xp)
     source = ListSource(
         strides=moving_strides(array), element=element, is_whole=is_whole, rows=None, shape=flat, block=block,
         batch=over[0], num_heads=over[1], given_rows=None if rows is None else rows[0].shape[:2],
@@ -76,12 +76,13 @@ def _by_blocks(whole: tuple[Mask, ...], grid: tuple[int, ...], block: tuple[int,
     return reduce(and_, (mask(*first) for mask in whole), xp.ones((1, 1, *grid[2:]), dtype=bool))
 
 
-def evaluated(mask: Mask, shape: MaskShape, over: tuple[int, int]) -> Array:
-    """Evaluate a resolved mask, bool [*over, seqlen_q, seqlen_kv]; `over` counts batch entries and heads that differ.
+def evaluated(mask: Mask, shape: MaskShape, over: tuple[int, int], xp: Namespace) -> Array:
+    """Evaluate a resolved mask as an array of `xp`, bool [*over, seqlen_q, seqlen_kv].
 
-    Each step evaluates several whole matrices, or several rows of one.
+    `over` counts the batch entries and heads that differ. Each step evaluates several whole matrices, or several rows
+    of one.
     """
-    xp, (batch, num_heads), (seqlen_q, seqlen_kv) = mask_namespace(mask), over, shape[2:]
+    (batch, num_heads), (seqlen_q, seqlen_kv) = over, shape[2:]
     allowed = xp.empty((batch * num_heads, seqlen_q, seqlen_kv), dtype=bool)
     height = max(1, min(seqlen_q, _MAX_ELEMENTS_AT_ONCE // seqlen_kv))
     at_once = max(1, _MAX_ELEMENTS_AT_ONCE // (height * seqlen_kv))

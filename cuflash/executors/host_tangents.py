@@ -29,8 +29,8 @@ from ..planning.host import BACKWARD_JVP_TILES, JVP_TILES
 from ..planning.options import DOT
 from ..planning.plan import KernelPlan
 from . import cpu
-from ._host_tiles import Tile, steps_side_by_side
-from .cpu import BATCH_HEAD, ROWS, HostCall, RowIndex, added
+from ._host_tiles import BatchHead, Step, Tile, steps_side_by_side
+from .cpu import HostCall, RowIndex, added, product
 from .host_threads import run
 from .launch import BoundCall, PassLayout
 from .tile_scores import coordinates
@@ -49,17 +49,8 @@ def _jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]
 
 def _backward_jvp(call: HostCall, results: Mapping[str, Array], read: Mapping[str, Array]) -> None:
     """Compute the tangents of the gradients, with the names and shapes of the backward pass."""
-    tangents, shift = HostTangents.of(call, read), call.arrays["shift"]
-    call.arrays["delta"], call.arrays["delta.dot"] = np.empty_like(shift), np.empty_like(shift)
-    rows = tangents.backward_rows, call.tiles.of_rows()
-    columns = tangents.backward_columns, call.tiles.of_columns()
-    if call.score is not None and call.score.adds_gradients:  # in a fixed order, as in the backward pass
-        run(call.tiles.tiling, rows, in_order=True, num_tiles=BACKWARD_JVP_TILES)
-        run(call.tiles.tiling, columns, num_tiles=BACKWARD_JVP_TILES)
-    else:
-        run(call.tiles.tiling, rows, columns, num_tiles=BACKWARD_JVP_TILES)
-    if "dsink" in results:
-        results["dsink"][...] = tangents.sink_gradient()
+    call.arrays["delta.dot"] = np.empty_like(call.arrays["shift"])
+    cpu.backward(call, results, read, HostTangents.of(call, read), BACKWARD_JVP_TILES)
 
 
 _PASSES = {"jvp": _jvp, "backward_jvp": _backward_jvp}
@@ -71,13 +62,15 @@ class _Centers:
     def __init__(self, shape: tuple[int, int], wide: Any) -> None:
         self.c, self.has_key = np.zeros(shape, wide), np.zeros(shape, bool)
 
-    def see(self, f_dot: Array | None, is_seen: Array) -> None:
-        """Set c of queries that attend to their first keys; tangents must be 0 for masked keys."""
-        count = is_seen.sum(axis=-2)
+    def see(self, f_dot: Array | None, count: Array | int) -> None:
+        """Set c of queries that attend to their first keys, of which there are `count`; masked tangents must be 0."""
+        is_first = ~self.has_key & (count > np.zeros_like(self.has_key))
         if f_dot is not None:
-            mean = (f_dot / np.maximum(count, 1).astype(f_dot.dtype)[:, None, :]).sum(axis=-2)
-            np.copyto(self.c, mean, where=~self.has_key & (count > 0))
-        self.has_key |= count > 0
+            num_keys = f_dot.shape[-2]
+            mean = np.full(num_keys, 1 / num_keys, f_dot.dtype) @ f_dot  # of all keys: a sum could overflow
+            mean *= num_keys / np.maximum(count, 1)
+            np.copyto(self.c, mean, where=is_first)
+        self.has_key |= is_first
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,40 +109,40 @@ class HostTangents:
         call, wide = self.call, self.call.wide
         rows, kv_batch_heads = call.rows_of(tiles)
         q, shift = self._queries(rows), call.read("shift", rows)
-        centers, total, o_acc = _Centers(shift.shape, wide), wide(0), None
+        centers, total, o_acc = _Centers(shift.shape, wide), wide(0), None  # o_acc is transposed, which is faster
         for steps in steps_side_by_side(tiles):
             keys = call.row_index(kv_batch_heads, [step.rows for step in steps])
             at = call._row_places(tiles, steps) if self._reads_places else ()
             s, f_dot = self._finals(self._read("k", keys), q, at, scratch)
             p = self._weights(s, shift)
-            mask = partial(call._mask_keys, tiles, steps, value=0)
-            mask(p)
+            is_seen: Array | None = None  # with the mask; None if all keys are seen, or nothing depends on it
+            if any(step.partial for step in steps) and not centers.has_key.all():
+                is_seen = np.ones(p.shape, np.uint8)
+            call.mask_keys(tiles, steps, 0, *(x for x in (p, f_dot, is_seen) if x is not None))
             dropped = None if call.dropout is None else call.dropout.dropped(at)
             if self.moves_finals or "sink.dot" in call.arrays:
-                self._center(centers, p, f_dot, mask)
+                self._center(centers, p, f_dot, is_seen)
             if f_dot is not None:
                 f_dot -= centers.c[:, None, :]
                 f_dot *= p
                 total = total + np.ones(p.shape[-2], wide) @ f_dot
                 if dropped is not None:
                     dropped.apply(f_dot)
-                o_acc = added(o_acc, f_dot.swapaxes(-1, -2) @ call.read("v", keys))
+                o_acc = added(o_acc, call.read("v", keys).swapaxes(-1, -2) @ f_dot)
             if "v.dot" in call.arrays:
                 if dropped is not None:
                     dropped.apply(p)
-                o_acc = added(o_acc, p.swapaxes(-1, -2) @ call.read("v.dot", keys))
-        self._finish(rows, len(tiles), centers, total, np.zeros((), wide) if o_acc is None else o_acc)
+                o_acc = added(o_acc, call.read("v.dot", keys).swapaxes(-1, -2) @ p)
+        self._finish(rows, len(tiles), centers, total, np.zeros((), wide) if o_acc is None else o_acc.swapaxes(-1, -2))
 
-    def _center(self, centers: _Centers, p: Array, f_dot: Array | None, mask: partial[None]) -> None:
-        """Update the centers with a step, and set tangents of masked keys to 0."""
-        if f_dot is not None:
-            mask(f_dot)
-            if self.score is not None:
-                np.copyto(f_dot, 0, where=p == 0)
+    def _center(self, centers: _Centers, p: Array, f_dot: Array | None, is_seen: Array | None) -> None:
+        """Update the centers with a step, and set tangents to 0 where a score function makes P 0."""
+        if self.score is not None and f_dot is not None:
+            np.copyto(f_dot, 0, where=p == 0)
         if not centers.has_key.all():
-            is_seen = np.ones(p.shape, bool)
-            mask(is_seen.view(np.uint8))
-            centers.see(f_dot, is_seen if self.score is None else is_seen & (p != 0))
+            seen = is_seen if self.score is None else (p != 0).view(np.uint8)  # P of masked keys is 0
+            # A step has fewer than 2^16 keys.
+            centers.see(f_dot, p.shape[-2] if seen is None else seen.sum(axis=-2, dtype=np.uint16))
 
     def _finish(self, rows: RowIndex, num_tiles: int, centers: _Centers, total: Array, o_dot: Array) -> None:
         """Compute o_dot and lse_dot from the sums of w and of its products with the values."""
@@ -175,65 +168,50 @@ class HostTangents:
         call.arrays["o.dot"][rows] = o_dot
         call.arrays["lse.dot"][rows] = lse_dot
 
-    def backward_rows(self, tiles: list[Tile], scratch: Array) -> None:
-        """Compute delta, delta_dot and dq_dot of query tiles, and add the terms of captured arrays."""
+    def backward_deltas(self, tiles: list[Tile], scratch: Array) -> None:
+        """Compute delta and delta_dot of query tiles."""
         call = self.call
-        rows, kv_batch_heads = call.rows_of(tiles)
-        do, shift = self._gradients(rows), call.read("shift", rows)
-        is_empty = shift == np.inf
-        delta, delta_dot = np.vecdot(do.x, call.read("o", rows)), np.vecdot(do.x, call.read("o.dot", rows))
+        rows, _ = call.rows_of(tiles)
+        do, o = self._gradients(rows), call.read("o", rows)
+        delta, delta_dot = np.vecdot(do.x, o), np.vecdot(do.x, call.read("o.dot", rows))
         if do.dot is not None:
-            delta_dot += np.vecdot(do.dot, call.read("o", rows))
+            delta_dot += np.vecdot(do.dot, o)
         for name, each in (("dlse", delta), ("dlse.dot", delta_dot)):
             if name in call.arrays:
-                each -= np.where(is_empty, 0, call.read(name, rows))
+                each -= np.where(call.read("shift", rows) == np.inf, 0, call.read(name, rows))
         call.arrays["delta"][rows] = delta
         call.arrays["delta.dot"][rows] = delta_dot
-        statistics = shift, call.read("lse.dot", rows), delta, delta_dot
-        q = self._queries(rows)
-        dq: Array | None = None
-        for steps in steps_side_by_side(tiles):
-            keys = call.row_index(kv_batch_heads, [step.rows for step in steps])
-            at = call._row_places(tiles, steps) if self._reads_places else ()
-            k, v = self._read("k", keys), self._read("v", keys)
-            mask = partial(call._mask_keys, tiles, steps, value=0)
-            _, _, ds, ds_dot = self._tile(k, v, q, do, statistics, at, scratch, mask)
-            mask(ds_dot)
-            dq = added(dq, ds_dot.swapaxes(-1, -2) @ k.x)
-            if k.dot is not None:
-                mask(ds)
-                dq = added(dq, ds.swapaxes(-1, -2) @ k.dot)
-        call.arrays["dq"][rows] = 0 if dq is None else dq * call.wide(call.plan.problem.scaling.scale)
 
-    def backward_columns(self, tiles: list[Tile], scratch: Array) -> None:
-        """Compute dk_dot and dv_dot of key tiles, summed over the query heads that share them."""
+    def column_terms(
+        self, tiles: list[Tile], of_keys: Mapping[str, Array], batch_heads: list[BatchHead], steps: tuple[Step, ...],
+        rows: RowIndex, scratch: Array,
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        """Return what a step of key tiles adds to dq_dot, dk_dot and dv_dot."""
         call = self.call
-        keys = call.row_index([*map(BATCH_HEAD, tiles)], [*map(ROWS, tiles)])
-        k, v = self._read("k", keys), self._read("v", keys)
-        dk: Array | None = None
-        dv: Array | None = None
-        for head in range(call.group_size):
-            batch_heads = [(tile.b, tile.h * call.group_size + head) for tile in tiles]
-            for steps in steps_side_by_side(tiles, head):
-                rows = call.row_index(batch_heads, [step.rows for step in steps])
-                q, do, at = self._queries(rows), self._gradients(rows), tuple[Array, ...]()
-                if self._reads_places:
-                    queries, own = [step.rows for step in steps], [tile.rows for tile in tiles]
-                    at = coordinates(call.plan.problem.places, batch_heads, queries, own)
-                statistics = tuple(call.read(name, rows) for name in ("shift", "lse.dot", "delta", "delta.dot"))
-                p, p_dot, ds, ds_dot = self._tile(k, v, q, do, statistics, at, scratch)
-                call._mask_queries(tiles, batch_heads, steps, p, p_dot, ds, ds_dot)
-                if call.dropout is not None:
-                    dropped = call.dropout.dropped(at)
-                    dropped.apply(p)
-                    dropped.apply(p_dot)
-                dk, dv = added(dk, ds_dot @ q.x), added(dv, p_dot @ do.x)
-                dk = dk if q.dot is None else added(dk, ds @ q.dot)
-                dv = dv if do.dot is None else added(dv, p @ do.dot)
-        # q includes scale / (natural * score_factor), as in `HostCall`.
-        call.arrays["dk"][keys] = 0 if dk is None else dk * call.wide(call.natural * call.score_factor)
-        of_kept = 1.0 if call.dropout is None else call.dropout.draws.factor
-        call.arrays["dv"][keys] = 0 if dv is None else dv if of_kept == 1 else dv * call.wide(of_kept)
+        k, v = (_Side(of_keys[name], of_keys.get(f"{name}{DOT}")) for name in "kv")
+        q, do, at = self._queries(rows), self._gradients(rows), tuple[Array, ...]()
+        if self._reads_places:
+            queries, own = [step.rows for step in steps], [tile.rows for tile in tiles]
+            at = coordinates(call.plan.problem.places, batch_heads, queries, own)
+        adds = call.score is not None and call.score.adds_gradients
+        mask = partial(call.mask_queries, tiles, batch_heads, steps) if adds else None
+        statistics = tuple(call.read(name, rows) for name in ("shift", "lse.dot", "delta", "delta.dot"))
+        p, p_dot, ds, ds_dot = self._tile(k, v, q, do, statistics, at, scratch, mask)
+        call.mask_queries(tiles, batch_heads, steps, p, p_dot, ds, ds_dot)
+        if call.dropout is not None:
+            dropped = call.dropout.dropped(at)
+            dropped.apply(p)
+            dropped.apply(p_dot)
+        dq: Array | None = None
+        for terms, each in ((ds_dot, k.x), (ds, k.dot)):
+            if each is not None and np.isfinite(each).all():
+                dq = added(dq, terms.swapaxes(-1, -2) @ each)
+            elif each is not None:
+                dq = added(dq, call.by_attended_keys(tiles, batch_heads, steps, terms, each))
+        assert dq is not None
+        dk, dv = ds_dot @ q.x, p_dot @ do.x
+        dk = dk if q.dot is None else added(dk, ds @ q.dot)
+        return dq, dk, dv if do.dot is None else added(dv, p @ do.dot)
 
     def sink_gradient(self) -> Array:
         """Return the tangent of dsink [*batch, heads]: -sum P_sink ((sink_dot - lse_dot) delta + delta_dot)."""
@@ -288,16 +266,16 @@ class HostTangents:
     def _raw(self, k: _Side, q: _Side, scratch: Array) -> tuple[Array, Array | None]:
         """Return scores before a score function, in the call's unit, and their tangents in natural units."""
         call = self.call
-        s_dot = _sum_of_products((k.x, q.dot), (k.dot, q.x), scratch[1:])
-        if s_dot is not None:
-            s_dot *= call.wide(call.natural * call.score_factor)
+        s_dot = _sum_of_products((k.x, q.dot), (k.dot, q.x), scratch[1:], call.natural)
+        if s_dot is not None and call.score_factor != 1:
+            s_dot *= call.wide(call.score_factor)
         return call.scores(k.x, q.x, scratch[0]), s_dot
 
     def _weights(self, s: Array, shift: Array) -> Array:
         """Return P from final scores and lse, in place."""
         s -= shift[..., None, :]
         p = self.call.power(s, out=s)
-        return np.minimum(p, 1, out=p)
+        return np.clip(p, 0, 1, out=p)
 
     def _tile(
         self, k: _Side, v: _Side, q: _Side, do: _Side, statistics: tuple[Array, ...], at: tuple[Array, ...],
@@ -309,7 +287,7 @@ class HostTangents:
         """
         call, (shift, lse_dot, delta, delta_dot) = self.call, statistics
         s, s_dot = self._raw(k, q, scratch)
-        gap = np.matmul(v.x, do.x.swapaxes(-1, -2), out=_part(scratch[2], s.shape))
+        gap = product(v.x, do.x, scratch[2])
         dp_dot = _sum_of_products((v.x, do.dot), (v.dot, do.x), scratch[3:])
         if dp_dot is None:
             dp_dot = _part(scratch[3], s.shape)
@@ -337,14 +315,13 @@ def _part(memory: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _sum_of_products(
-    first: tuple[Array | None, Array | None], second: tuple[Array | None, Array | None], scratch: Array
-) -> Array | None:
-    """Return the sum of keys @ queries^T over two pairs, without pairs that lack a factor; None if both do."""
+    first: tuple[Array | None, Array | None], second: tuple[Array | None, Array | None], scratch: Array,
+    factor: float = 1.0,
+) -> Array | None:  # fmt: skip
+    """Return the sum of keys @ queries^T over two pairs times a factor, without pairs that lack a side; or None."""
     total: Array | None = None
     for keys, queries in (first, second):
         if keys is not None and queries is not None:
-            shape = (*keys.shape[:-1], queries.shape[-2])
-            memory = _part(scratch[0 if total is None else 1], shape)
-            product = np.matmul(keys, queries.swapaxes(-1, -2), out=memory)
-            total = product if total is None else np.add(total, product, out=total)
+            queries = queries if factor == 1 else queries * queries.dtype.type(factor)
+            total = added(total, product(keys, queries, scratch[0 if total is None else 1]))
     return total

@@ -49,7 +49,7 @@ class TileScores:
         sums = {number: total for number, total in gradients.items() if total is not None}
         for total in sums.values():
             total[...] = 0
-        names = [program.arrays[number].name for number in sums]
+        names = tuple(program.arrays[number].name for number in sums)
         derivatives = derived(program, names)
         return cls(program, derived(program), derivatives, operands, sums, gradient_loads(derivatives, names))
 

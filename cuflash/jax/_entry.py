@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,26 +33,28 @@ def called(
     options = _with_arrays_of_jax(options)
     without, arrays = separated(_of_jax(q), _of_jax(k), _of_jax(v), options)
     looked_up, key, names = lookup(without, layout_of), None, tuple(arrays)
-    have_data = all(map(has_data, arrays.values()))
+    have_data = all(map(holds_data, map(type, arrays.values()))) or all(map(has_data, arrays.values()))
     if have_data and type(return_lse) is bool and has_key(looked_up, names) and not checks.is_on():
-        key = looked_up.key("jax", names, numbers_of(without.dropout))
+        key = looked_up.key("jax", names, numbers_of(without.dropout), return_lse)
 
-    def make() -> Callable[..., Sequence[jax.Array]]:
+    def make() -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]]:
         refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
         refuse(array_reasons(arrays))
         if not have_data or not isinstance(options.executor, str):
             require(arrays, without._replace(mask=mask_over(without.mask, arrays)))
-        run = partial(_forward, without, names)
+        run = partial(_forward, without, names, return_lse)
         return run if key is None else jax.jit(run)
 
-    o, lse = from_cache(looked_up, key, make)(*arrays.values())
-    return (o, lse) if return_lse else o
+    return from_cache(looked_up, key, make)(*arrays.values())
 
 
-def _forward(options: Options, names: tuple[str, ...], *arrays: jax.Array) -> list[jax.Array]:
+def _forward(
+    options: Options, names: tuple[str, ...], return_lse: bool, *arrays: jax.Array
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Run the forward pass of a call on arrays by name; `options` come from `separated`."""
     named = dict(zip(names, arrays))
-    return bind(JaxCall.of(options, named), "forward", named)
+    o, lse = bind(JaxCall.of(options, named), "forward", named)
+    return (o, lse) if return_lse else o
 
 
 def _of_jax(value: Array) -> Array:

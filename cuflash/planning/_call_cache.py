@@ -79,7 +79,9 @@ class CallCache:
             if len(self._calls) > self._size:
                 left.append(self._without_owner(self._least_recently_used()))
             if len(self._queue) > 2 * self._size:
-                self._queue = [(each.last_use, key) for key, each in self._calls.items()]
+                # a finalizer may remove calls while the tuples are created, but not while the keys are copied
+                entries = ((self._calls.get(key), key) for key in list(self._calls))
+                self._queue = [(entry.last_use, key) for entry, key in entries if entry is not None]
                 heapify(self._queue)
         del left
 

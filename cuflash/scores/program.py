@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ..arrays import Array
@@ -430,7 +431,8 @@ def curvature(program: Program) -> Curvature:
     return "curved" if "s" in depends(slopes)[slope] else "scaled"
 
 
-def derived(program: Program, wrt: Iterable[str] = ()) -> Program:
+@lru_cache(maxsize=256)
+def derived(program: Program, wrt: tuple[str, ...] = ()) -> Program:
     """Return the program of f, df/ds and df/d(load) for each load of `gradient_loads(program, wrt)`, in this order.
 
     Its arrays and numbers are those of the original program.

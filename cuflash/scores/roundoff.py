@@ -68,7 +68,7 @@ def score_errors(
     `at` has their coordinates, which start at 0 by default.
     """
     at = at or coordinates_of(s)
-    slopes = derived(program, wrt)
+    slopes = derived(program, tuple(wrt))
     (f, e_f), (slope, e_slope), *by_loads = values_and_errors(slopes, operands, s, e_s, *at, model)
     results = run(slopes, operands, s, *at)
     loads = _load_errors(slopes, operands, wrt, at[0], results, by_loads)
@@ -84,7 +84,7 @@ def pushed_errors(
 
     The last operands are the tangents of the arrays that `tangents` names.
     """
-    slopes = pushed(derived(program, wrt), tangents)
+    slopes = pushed(derived(program, tuple(wrt)), tangents)
     results = values_and_errors(slopes, operands, s, e_s, *at, model, s_dot, e_s_dot)
     run_results = run(slopes, operands, s, *at, s_dot)
     half = len(results) // 2

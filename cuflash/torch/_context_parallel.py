@@ -192,11 +192,11 @@ class _Attention(Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, do: Tensor | None, dlse: Tensor | None) -> Results:
         q, _, _ = ctx.saved_tensors  # raises if a tensor was changed in place
-        call = ctx.vjp._call
+        group = ctx.vjp._prepared.group
         with _stream_of(q):
-            cotangents = [_as_array(call.group, name, each) for name, each in (("do", do), ("dlse", dlse))]
+            cotangents = [_as_array(group, name, each) for name, each in (("do", do), ("dlse", dlse))]
             if do is None:
-                cotangents[0] = call.xp.zeros_like(call.o)
+                cotangents[0] = group._lanes.namespace.zeros_like(ctx.vjp._o)
             return None, *map(as_tensor, ctx.vjp(*cotangents))
 
 

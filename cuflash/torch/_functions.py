@@ -18,18 +18,21 @@ import torch
 from torch._C import _are_functorch_transforms_active as is_transforming
 from torch._functorch.autograd_function import VmapInfo
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from ..errors import UnsupportedProblem
 from ..layouts import has_dual_level
 from ._passes import Call
 from ._operators import differentiate, run
 from ._tensors import Axes, Outs, Results, Tensor, require_cotangents
-from ._transformed import AnyCall, Transformed
+from ._transformed import AnyCall, Transformed, run_pass
 
 
-class Recorded(Function):
-    """A call with gradients: PyTorch guards its saved tensors against in-place changes, and frees them."""
+class Recorded(_SingleLevelFunction):
+    """A call with gradients: PyTorch guards its saved tensors against in-place changes, and frees them.
+
+    It is called outside of transformations of torch.func, so that PyTorch need not look for one at each call.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, call: Call, outs: Outs, *tensors: Tensor) -> Sequence[Tensor]:
@@ -51,24 +54,17 @@ def _pulled_back(ctx: FunctionCtx, needed: Sequence[bool], do: Tensor | None, dl
     o, lse, *tensors = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     call: AnyCall = ctx.call
-    wrt = tuple(name for name, is_needed in zip(call.names[3:], needed[3:]) if is_needed)
+    wrt = _named(call, needed)
     is_plain = not (torch.is_grad_enabled() or isinstance(call, Transformed) or is_transforming() or has_dual_level())
-    gradients = _gradients if is_plain else _Gradients.apply  # the former cannot be differentiated
     try:
-        results = gradients(call, wrt, do, dlse, o, lse, *tensors)
+        if is_plain:  # no derivative of the gradients is needed
+            results = run_pass(call, "backward", wrt, (*_resolved((do, dlse)), o, lse, *tensors))
+        else:
+            results = _Gradients.apply(call, wrt, do, dlse, o, lse, *tensors)
     except RuntimeError:
         require_cotangents(do=do, dlse=dlse)
         raise
-    more = iter(results[3:])
-    return *results[:3], *(next(more) if is_needed else None for is_needed in needed[3:])
-
-
-def _gradients(
-    call: AnyCall, wrt: Sequence[str], do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor
-) -> Sequence[Tensor]:
-    """Return the gradients of q, k, v and of the operands that `wrt` names."""
-    do, dlse = do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-    return run(call, "backward", wrt, (do, dlse, o, lse, *tensors))
+    return _placed(call, wrt, results)
 
 
 def _with_passes(kind: type[Function]) -> type[Function]:
@@ -164,8 +160,8 @@ class _Gradients(Function):
     runs, saves_results = "backward", False
 
     @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor) -> Results:
-        return tuple(_gradients(call, wrt, *tensors))
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Results:
+        return tuple(run(call, "backward", wrt, _resolved(tensors)))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *cotangents: Tensor | None) -> Results:
@@ -228,15 +224,15 @@ def _resolved(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.resolve_neg() for tensor in tensors]
 
 
-def _named(call: AnyCall, needed: Iterable[bool]) -> tuple[str, ...]:
+def _named(call: AnyCall, needed: Sequence[bool]) -> tuple[str, ...]:
     """Return the names of the operands that need gradients."""
-    return tuple(name for name, is_needed in zip(call.names[3:], [*needed][3:]) if is_needed)
+    return tuple([name for name, is_needed in zip(call.names[3:], needed[3:]) if is_needed])
 
 
 def _placed(call: AnyCall, wrt: Sequence[str], results: Results) -> Results:
     """Return results for q, k, v and the operands in `wrt` in the order of the call's tensors, with None for others."""
     by_name = dict(zip(wrt, results[3:]))
-    return [*results[:3], *(by_name.get(name) for name in call.names[3:])]
+    return [*results[:3], *[by_name.get(name) for name in call.names[3:]]]
 
 
 differentiate({"forward": Attention, "jvp": _Tangent, "backward": _Gradients, "backward_jvp": _Second})

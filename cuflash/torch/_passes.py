@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 
 from ..arrays import Array, ShapeDtype
 from ..calls._call import planned
@@ -173,7 +172,6 @@ class _WithContents(NamedTuple):
 
 
 Call: TypeAlias = OnGpu | _ByArrays | _WithContents
-_is_neg = torch.Tensor.is_neg
 
 
 def looked_up_call(
@@ -231,16 +229,21 @@ def _over(arrays: Mapping[str, Array | ShapeDtype], options: Options) -> Options
 
 
 def _key(arrays: dict[str, Tensor], outs: Outs, looked_up: Lookup, wants_lse: bool) -> Hashable:
-    """Return the key of a call on a GPU, which contains everything except its data; None for other calls."""
-    tensors = [*arrays.values()]
-    if outs is not NEW:
-        tensors += [each for each in outs if each is not None]
-    if not PLAIN.issuperset(map(type, tensors)) or not tensors[0].is_cuda or checks.is_on():
+    """Return the key of a call on a GPU, which contains everything except its data; None for other calls.
+
+    Calls with tensors of other classes, lazily negated ones, or outputs that require gradients have keys of their own,
+    and are refused each time.
+    """
+    o, lse = outs
+    try:
+        if checks.is_on() or not arrays["q"].is_cuda:
+            return None
+        tensors = arrays.values() if o is lse is None else [*arrays.values(), *(x for x in outs if x is not None)]
+        layouts = [(type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg()) for x in tensors]
+    except (AttributeError, TypeError, RuntimeError):  # something other than dense tensors
         return None
-    if any(map(_is_neg, tensors)):  # their values differ from their memory
-        return None
-    layout = torch_gpu.layout_key(*tensors), outs[0] is None, outs[1] is None, wants_lse
-    return looked_up.key("torch", layout, *arrays)
+    are_new = o is None or o.requires_grad, lse is None or lse.requires_grad
+    return looked_up.key("torch", (*layouts, *are_new, wants_lse), *arrays)
 
 
 def _first(

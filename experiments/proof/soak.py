@@ -7,8 +7,8 @@
 Draws examples from `cuflash.testing.structures`: lengths that are not multiples of a tile, masks of every kind, strided
 views, scales up to 1e4, and, with probability 1/4 each, a score function, a sink, dropout, or none of these. Runs both
 passes and divides the error of each result by its bound; Hypothesis steers the later examples of a batch towards larger
-ratios. On the cpu executor, each drawn structure has four examples, with numbers and scales of their own; the ledger
-counts both.
+ratios. Each drawn structure has four examples on the cpu executor, twenty on a GPU and one on the simulator, with
+numbers and scales of their own; the ledger counts structures and examples.
 
 On the simulator and on a GPU a kernel is compiled before its first example, which takes as long as a hundred examples.
 Therefore all examples of a batch request the same kernel family, round head_dim and value_dim up to the same sizes, and
@@ -65,7 +65,7 @@ DIMS = strategies.HEAD_DIMS
 SIZES = (
     (64, 64), (128, 128), (32, 32), (256, 256), (96, 96), (128, 64), (64, 128), (256, 128), (32, 64), (96, 64),
 )  # fmt: skip
-NUMBERS = 4  # examples of a structure on the cpu executor
+NUMBERS = {"cpu": 4, "sim": 1, "gpu": 20}  # examples of a structure
 ROUND = 16  # batches of a family in a round
 OFTEN = 20  # examples of a specification that is not rare
 KEY = ("executor", "device", "dtype", "family", "feature")
@@ -80,7 +80,7 @@ class Config:
     seconds: float = field(default=300.0, metadata={"help": "when to stop; batches that have begun are finished"})
     executors: tuple[str, ...] = ("cpu",)
     dtypes: tuple[str, ...] = DTYPES
-    size: int = field(default=200, metadata={"help": "examples of a batch; a tenth of it on the simulator"})
+    size: int = field(default=200, metadata={"help": "structures of a batch; sim takes a tenth, gpu a quarter"})
     processes: int = 2
 
     def __post_init__(self) -> None:
@@ -160,10 +160,10 @@ def structures(batch: Batch) -> st.SearchStrategy[strategies.Structure]:
     return st.builds(resized, st.one_of(scored, *others), *map(st.sampled_from, batch.dims))
 
 
-def others(structure: strategies.Structure) -> Iterator[strategies.Structure]:
-    """Yield structures with other numbers and scales; their examples take less time, since nothing is drawn again."""
+def others(structure: strategies.Structure, executor: str) -> Iterator[strategies.Structure]:
+    """Yield structures with other numbers and scales, for which nothing is drawn or compiled again."""
     rng = np.random.default_rng(structure.seed)
-    for _ in range(NUMBERS - 1):
+    for _ in range(NUMBERS[executor] - 1):
         values, seed = str(rng.choice(strategies.VALUES)), int(rng.integers(1 << 32))
         scale = None if rng.random() < 0.5 else float(rng.choice(strategies.SCALES))
         yield replace(structure, values=values, seed=seed, scale=scale)
@@ -284,7 +284,7 @@ def draw(batch: Batch) -> Drawn:
     @hypothesis.given(structures(batch))
     def check(drawn: strategies.Structure) -> None:
         largest_of_all = 0.0
-        for number, structure in enumerate([drawn, *others(drawn)] if batch.executor == "cpu" else [drawn]):
+        for number, structure in enumerate([drawn, *others(drawn, batch.executor)]):
             example = structure.example()
             try:
                 called = call(structure, example, batch.executor, batch.family)
@@ -381,7 +381,7 @@ def batches(config: Config, ledger: Mapping[tuple[str, ...], Record]) -> Iterato
             for dtype in config.dtypes:
                 if time.monotonic() > deadline:
                     return
-                size = max(1, config.size // 10) if executor == "sim" else config.size
+                size = max(1, config.size // {"cpu": 1, "sim": 10, "gpu": 4}[executor])
                 yield Batch(executor, dtype, begun[executor, dtype], size)
                 begun[executor, dtype] += 1
 

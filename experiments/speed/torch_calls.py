@@ -6,7 +6,8 @@
 It needs an NVIDIA GPU with CuPy and PyTorch; FlashAttention-4's rows are left out, with a message, if the package is
 missing. All libraries are called as users call them, one call after another: a time is measured for a batch of calls,
 from the first call until the device has finished the last one, divided by the number of calls, so that host time counts
-if it exceeds device time. The backward pass is `torch.autograd.grad` on a retained graph. `of_best` is the best time of
+if it exceeds device time. The backward pass is `torch.autograd.grad` on a retained graph, and `both` is a forward pass
+followed by it. Rows of `host_tokens` are calls so short that their times are the host's. `of_best` is the best time of
 the other libraries divided by ours.
 
 Found:  on an H100, the fastest other library takes 1.04 to 1.19 times as long at 1024 tokens, and 1.08 to 1.92 times as
@@ -26,7 +27,7 @@ from harness import Record, check_names, gpu_versions, main, time_alternately, t
 from rich.table import Table
 from workloads import random_blocks
 
-PASSES = ("forward", "backward")
+PASSES = ("forward", "backward", "both")
 OTHERS = ("sdpa", "flash_attn_4")
 ROW = ("library", "pass", "mask", "tokens", "head_dim")
 
@@ -38,6 +39,8 @@ class Config:
     tokens: int = 1024
     all_tokens: int = 16384  # total number of tokens in a batch of all_tokens / tokens sequences
     width: int = 2048  # num_heads * head_dim
+    host_tokens: int = 256  # of one sequence
+    host_heads: int = 8
     head_dims: tuple[int, ...] = (64, 128)
     list_tokens: int = 16384
     densities: tuple[float, ...] = (0.5, 0.125, 0.031)
@@ -97,6 +100,9 @@ def drawn(batch: int, heads: int, tokens: int, head_dim: int) -> list[Any]:
 
 
 def cases(config: Config) -> Iterator[Case]:
+    for is_causal in (False, True):
+        arrays = drawn(1, config.host_heads, config.host_tokens, 64)
+        yield Case(peers.Wanted(is_causal), "causal" if is_causal else "full", *arrays)
     for head_dim in config.head_dims:
         shape = config.all_tokens // config.tokens, config.width // head_dim, config.tokens, head_dim
         arrays = drawn(*shape)
@@ -123,6 +129,8 @@ def calls_of(library: str, case: Case, name: str) -> Callable[[], object]:
 
         return forward
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    if name == "both":
+        return lambda: torch.autograd.grad(attend(*leaves), leaves, case.do)
     o = attend(*leaves)
     return lambda: torch.autograd.grad(o, leaves, case.do, retain_graph=True)
 

@@ -2,14 +2,18 @@
 
     python experiments/support/context_parallel_peer.py RANKS SEQLENS HEAD_DIM REPEATS
 
-Causal attention of 16 heads in float16, on one GPU and on all, by each backend that runs; the fastest is printed.
+Causal attention of 16 heads in float16, on one GPU and on all, by each backend that runs; the fastest is printed. What
+rank 0 does is on stderr, with the seconds since the start. PyTorch is imported once, before the ranks are forked: its
+import takes longer than the calls. After `LIMIT` seconds, each rank prints where it is, and ends.
 
-Cost: Half a minute of the GPUs.
+Cost: At most a minute of the GPUs.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -18,6 +22,8 @@ from statistics import median
 from typing import Any
 
 HEADS = 16
+LIMIT = 60.0  # seconds
+START = time.monotonic()
 
 
 def rank(number: int, ranks: int, seqlens: list[int], head_dim: int, repeats: int, file: str) -> None:
@@ -29,10 +35,19 @@ def rank(number: int, ranks: int, seqlens: list[int], head_dim: int, repeats: in
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    os.environ |= {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo"}
-    torch.cuda.set_device(number)
-    dist.init_process_group("nccl", init_method=f"file://{file}", rank=number, world_size=ranks)
+    def say(what: str) -> None:
+        if number == 0:
+            print(f"{time.monotonic() - START:5.1f} s {what}", file=sys.stderr, flush=True)
+
+    faulthandler.dump_traceback_later(LIMIT - (time.monotonic() - START), exit=True)
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    device = torch.device("cuda", number)
+    say("PyTorch is imported")
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{file}", rank=number, world_size=ranks, device_id=device)
     mesh = init_device_mesh("cuda", (ranks,))
+    dist.barrier()
+    say("ranks are connected")
 
     def seconds(call: Any) -> float:
         times = []
@@ -74,8 +89,10 @@ def rank(number: int, ranks: int, seqlens: list[int], head_dim: int, repeats: in
 
             try:
                 one = timed(q, k, v)
+                say(f"{backend.name} at {seqlen}: one GPU is timed")
                 with context_parallel(mesh, buffers=(q, k, v), buffer_seq_dims=(2, 2, 2)):
                     together = timed(q, k, v)
+                say(f"{backend.name} at {seqlen}: all GPUs are timed")
             except Exception as error:
                 print(f"{backend.name} at {seqlen}: {type(error).__name__}: {error}"[:500], file=sys.stderr, flush=True)
                 continue
@@ -89,17 +106,24 @@ def rank(number: int, ranks: int, seqlens: list[int], head_dim: int, repeats: in
             of_pass = [each for each in rows if each[1]["pass"] == name]
             if number == 0 and of_pass:
                 print(json.dumps(min(of_pass, key=lambda each: each[0])[1]), flush=True)
-    dist.destroy_process_group()
+    say("all rows are printed")
+    os._exit(0)  # PyTorch would wait for its connections
 
 
 def main() -> None:
-    import torch.multiprocessing as processes
+    import torch.distributed.tensor.experimental  # noqa: F401
 
     ranks, seqlens, head_dim, repeats = sys.argv[1:]
     lengths = [int(each) for each in seqlens.split(",")]
+    forked = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         arguments = int(ranks), lengths, int(head_dim), int(repeats), f"{folder}/store"
-        processes.spawn(rank, arguments, nprocs=int(ranks))
+        processes = [forked.Process(target=rank, args=(number, *arguments)) for number in range(int(ranks))]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))
 
 
 if __name__ == "__main__":

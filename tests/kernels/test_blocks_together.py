@@ -32,7 +32,7 @@ import test_tangent_kernels
 from cuflash.compiler.source import KERNELS
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Structure, assert_within_bounds
-from executors import SIM, check_simulated, hostile_schedules, is_long, needs_compiler
+from executors import SIM, check_simulated, hostile_schedules, is_long, needs_compiler, sampled
 from lexing import spans, tokens
 
 import cuflash
@@ -227,7 +227,7 @@ def test_every_kernel_whose_blocks_share_memory_has_a_case() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", list(CASES)[:: 1 if is_long() else 5])
+@pytest.mark.parametrize("kernel", sampled(CASES, 8))
 def test_blocks_that_run_together_race_for_nothing(kernel: str) -> None:
     (schedule,) = hostile_schedules(kernel, 1)[:1]
     with together(replace(schedule, resident_blocks=3)) as ran:

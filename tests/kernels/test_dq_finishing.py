@@ -19,7 +19,7 @@ from cuflash.planning.launches import DqSemaphoreOrder
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_within_bounds
 from executors import (
-    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler, sampled_on_simulator,
+    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler, sampled, sampled_on_simulator,
 )  # fmt: skip
 from fused_dq import KeyTile, by_last, cut_from, finishing_order, on_few_processors
 from hypothesis import given
@@ -352,7 +352,7 @@ def assert_all_right(way: str, example: Example, run: Run, machine: Any = None) 
 
 @sampled_on_simulator(
     on_sm90, "way, name, dtype",
-    [(*case, dtype) for case, dtype in in_turn(cases_of(BANDS, LISTS, INTERVALS), HALVES)], 5,
+    [(*case, dtype) for case, dtype in in_turn(cases_of(BANDS, LISTS, INTERVALS), HALVES)], 7,
 )  # fmt: skip
 def test_gradients_are_within_their_bounds(run: Run, way: str, name: str, dtype: str) -> None:
     example = example_of(way, name, dtype)
@@ -365,11 +365,10 @@ def test_gradients_are_within_their_bounds(run: Run, way: str, name: str, dtype:
     assert all(results[each].tobytes() == expected[each].tobytes() for each in WAYS[way].same)
 
 
-@on_sm90
-@pytest.mark.parametrize(("case", "most"), in_turn(cases_of(
+@sampled_on_simulator(on_sm90, "case, most", in_turn(cases_of(
     ["dense", "causal, 128 columns", "a launch for each of two"],
     ["causal blocks of 256", "blocks of 128", "a launch for each of two"], ["sequences"],
-), [1, 2]))  # fmt: skip
+), [1, 2]), 3)  # fmt: skip
 def test_any_number_of_blocks_ends(run: Run, case: tuple[str, str], most: int) -> None:
     """No block waits for a block that has not started, however few blocks run at a time."""
     machine = FewBlocksGpu(most) if run.is_on_device else FewBlocks(most=most)
@@ -378,9 +377,9 @@ def test_any_number_of_blocks_ends(run: Run, case: tuple[str, str], most: int) -
 
 @needs_compiler
 @pytest.mark.parametrize(("way", "name"), cases_of(
-    ["dense", "causal", "causal, 128 columns", "more keys", "grouped heads"],
-    ["blocks of 128", "one block a row", "causal blocks of 256", "bits", "grouped heads"],
-    ["sequences", "a window", "grouped heads", "of full sequences"],
+    sampled(["dense", "causal", "causal, 128 columns", "more keys", "grouped heads"], 2),
+    sampled(["blocks of 128", "one block a row", "causal blocks of 256", "bits", "grouped heads"], 2),
+    sampled(["sequences", "a window", "grouped heads", "of full sequences"], 2),
 ))  # fmt: skip
 def test_gradients_are_within_their_bounds_under_every_schedule(way: str, name: str) -> None:
     for schedule in hostile_schedules(f"{way}, {name}", 1):

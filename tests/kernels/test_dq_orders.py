@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import permutations, product
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from cuflash.executors.sim import Simulator
 from cuflash.executors.workspaces import SeparateWorkspaces
 from cuflash.planning.launches import Workspace
 from cuflash.testing import Example, Structure, assert_within_bounds
-from executors import is_long, needs_compiler
+from executors import in_turn, is_long, needs_compiler
 from fused_dq import on_few_processors
 from poison import call
 from test_dq_finishing import WAYS
@@ -117,7 +117,7 @@ BANDS: dict[str, Callable[[int], Structure]] = {
 
 @pytest.mark.parametrize("name, num_tiles, seed", [
     (name, num_tiles, seed)
-    for number, (name, num_tiles) in enumerate(product(BANDS, (2, 3, 4)))
+    for number, (name, num_tiles) in enumerate(in_turn(BANDS, (2, 3, 4)))
     for seed in (range(3) if is_long() else [number % 3])
 ])
 def test_tiles_of_a_band_share_dq_in_any_schedule(name: str, num_tiles: int, seed: int) -> None:
@@ -132,10 +132,10 @@ def test_tiles_of_a_band_share_dq_in_any_schedule(name: str, num_tiles: int, see
     assert_within_bounds(example, **outputs)
 
 
-# Runs gradients in a separate process, which the sanitizer may end. `sys.argv`: a test structure's name, then the edit
-# to plant, if any.
+# Runs gradients in a separate process, which the sanitizer may end: as `sys.argv[1]` says, then with the edit that
+# follows, under lists.
 CHILD = """
-import contextlib, sys, tempfile
+import sys, tempfile
 from pathlib import Path
 from cuflash import sim
 from cuflash.executors.sim import Simulator
@@ -145,18 +145,20 @@ from cuflash.executors.launch import run
 from test_dq_finishing import WAYS
 from test_dq_orders import BANDS, one_tile_of_queries
 from test_sm90 import SIM90, half
-way, *edit = sys.argv[1:]
-example = one_tile_of_queries(3) if way == "lists" else half(BANDS["dense"](3))
-folder = tempfile.TemporaryDirectory()
-with planting.planted(Path(folder.name), planting.Edit(*edit)) if edit else contextlib.nullcontext():
+first, *edit = sys.argv[1:]
+def gradients(way):
+    example = one_tile_of_queries(3) if way == "lists" else half(BANDS["dense"](3))
     arrays = {name: getattr(example, name) for name in ("q", "k", "v", "do", "dlse")}
     options = {"mask": example.mask, "scale": example.scale, "return_lse": True}
     arrays["o"], arrays["lse"] = cuflash.attention(*(arrays[name] for name in "qkv"), **options)
     with WAYS[way].plans():
         plan = SIM90.kernel_plan(example)
-        gradients = {name: np.zeros(each.shape, each.dtype) for name, each in plan.gradients_made.items()}
-        run(plan, plan.kernels.backward, Simulator(sim.Schedule(order="random"), "thread"), arrays | gradients)
-print("end", file=sys.stderr)
+        made = {name: np.zeros(each.shape, each.dtype) for name, each in plan.gradients_made.items()}
+        run(plan, plan.kernels.backward, Simulator(sim.Schedule(order="random"), "thread"), arrays | made)
+gradients(first)
+print("end", file=sys.stderr, flush=True)
+with tempfile.TemporaryDirectory() as folder, planting.planted(Path(folder), planting.Edit(*edit)):
+    gradients("lists")
 """
 # Races that racecheck reports: on the copy of sums to the staging buffer, and on the word that says whether a step
 # finishes dQ.
@@ -171,23 +173,15 @@ UNORDERED = {
 }  # fmt: skip
 
 
-def threads_of(way: str, edit: tuple[str, ...] = ()) -> str:
-    """Return ThreadSanitizer's report on a call."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "fault"), [*zip(("lists", "order"), UNORDERED)])
+def test_threads_of_a_block_race_for_nothing_and_what_racecheck_reports_would_be_seen(way: str, fault: str) -> None:
+    """Each process runs one way, then one fault, whose race ThreadSanitizer reports."""
     paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in (".", "support", "kernels"))]
     code = f"import sys; sys.path[:0] = {paths}\n{CHILD}"
     command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment("thread").items())]
-    command += [sys.executable, "-c", code, way, *edit]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280).stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["lists", "order"])
-def test_threads_of_a_block_race_for_nothing(way: str) -> None:
-    said = threads_of(way)
-    assert said.endswith("end\n") and "WARNING" not in said, said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", UNORDERED)
-def test_what_racecheck_reports_would_be_seen_here(fault: str) -> None:
-    assert "WARNING: ThreadSanitizer: data race" in threads_of("lists", UNORDERED[fault])
+    command += [sys.executable, "-c", code, way, *UNORDERED[fault]]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    without, end, planted = run.stderr.partition("end\n")
+    assert end and "WARNING" not in without, without
+    assert "WARNING: ThreadSanitizer: data race" in planted

@@ -14,7 +14,9 @@ from cuflash.planning.families.fa1 import traffic
 from cuflash.sim import Schedule
 from cuflash.testing import FORWARD_PROPERTIES, Example, Structure, assert_within_bounds
 from cuflash.testing.assertions import assert_lse_counts_the_keys, assert_ones_stay_ones, assert_wide_accumulators
-from executors import GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, is_long, needs_compiler
+from executors import (
+    GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, is_long, needs_compiler, sampled_on_simulator,
+)  # fmt: skip
 from poison import call
 
 import cuflash
@@ -44,8 +46,7 @@ def test_the_probes_of_sums_are_exact(run: Run, example: Example) -> None:
     assert_wide_accumulators(run.attend, example.q.dtype)
 
 
-@pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__)
-@holds_for_examples(on_fa1, most_scores=1 << 12, **DRAWN)
+@holds_for_examples(sampled_on_simulator(on_fa1, "check", FORWARD_PROPERTIES, 3, 1), most_scores=1 << 12, **DRAWN)
 def test_forward(run: Run, example: Example, check: Any) -> None:
     check(run.attend, example)
 
@@ -81,9 +82,9 @@ CASES = {
 }  # fmt: skip
 
 
-@on_fa1
-@pytest.mark.parametrize(
-    ("case", "dtype"), product(CASES, HALVES) if is_long() else [(case, HALVES["columns" in case]) for case in CASES]
+@sampled_on_simulator(
+    on_fa1, "case, dtype",
+    product(CASES, HALVES) if is_long() else [(case, HALVES["columns" in case]) for case in CASES], 2,
 )  # fmt: skip
 def test_all_work_is_within_its_bounds_in_the_midst_of_poison(run: Run, case: str, dtype: str) -> None:
     example = run.rounded(replace(CASES[case], dtype=dtype).example())

@@ -135,6 +135,9 @@ OF_MASKS = {  # function that creates a mask from an array; lengths, block and o
         lambda x, of: of.Lengths(q=x[:, 0, :, 0].sum(-1), kv=x[:, 0, 0].sum(-1)) & of.Causal("top_left"),
         (37, 29, (8, 4)), {"batch": (2,), "num_heads": 3},
     ),
+    "lengths outside a window": (  # no array is in the part that is evaluated
+        lambda x, of: ~of.SlidingWindow(9, 4, align="top_left") & of.Lengths(q=30, kv=x[0].sum()), (37, 29, (8, 4)), {},
+    ),
     "documents": (lambda x, of: of.Documents(x[:, 0].cumsum(-1), x[0].cumsum(-1)), (37, 29, (5, 3)), {}),
 }
 

@@ -2,8 +2,8 @@
 
 CUFLASH_PROFILE=long compiles all kernels. The ci profile compiles enough kernels to cover each kernel, each value of
 each field except tile sizes in a family's kernels for results and in those for gradients, narrow and wide heads in
-both, and each family on each chip. float16 and bfloat16 kernels differ only by conversions and count as one value; both
-occur in each family.
+both, and each tuned family on each chip. float16 and bfloat16 kernels differ only by conversions and count as one;
+both occur in each family. Ways to sum gradients of captured arrays, which families share, occur in one of them.
 """
 
 from __future__ import annotations
@@ -396,7 +396,9 @@ def needed(targets: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]
 
 
 COVERED = {field.name for field in fields(KernelSpec)} - SIZES_OF_TILES
-COVERED -= {"head_dim", "value_dim", "score", "score_wrt", "dtype"}  # `covers` groups the values of these fields
+BASELINES = ("naive", "fa1")  # families that are not tuned: a short run compiles their kernels for any chip
+# `covers` groups the values of these fields, and names the entry
+COVERED -= {"entry", "head_dim", "value_dim", "score", "score_wrt", "dtype"}
 
 
 @cache
@@ -404,12 +406,13 @@ def covers(target: tuple[KernelSpec, str]) -> set[tuple[str, ...]]:
     """Return what a target covers: its kernel and architecture, and its fields and width of heads in a pass."""
     spec, architecture = target
     place = spec.family, "gradients" if spec.entry.name.startswith("backward") else "results"
-    each = {(*place, name, str(getattr(spec, name))) for name in COVERED}
+    # How gradients of captured arrays are summed is shared code: one family with each way of it suffices.
+    each = {(*place[name.startswith("score_"):], name, str(getattr(spec, name))) for name in COVERED}
     kind = "16 bits" if spec.dtype in _HALVES else spec.dtype.name
     each |= {(*place, "dtype", kind), (spec.family, "dtype", spec.dtype.name)}
     width = next((str(width) for width in (64, 128, 256) if spec.head_dim <= width), "")
     each |= {(*place, "width", width), (*place, "score", str(spec.score is not None))}
-    return {(spec.name,), (spec.family, architecture), *each}
+    return {(spec.name,), (spec.family, architecture if spec.family not in BASELINES else ""), *each}
 
 
 def faults(compiled: Compiled) -> list[str]:

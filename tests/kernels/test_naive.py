@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuflash import DeviceSpec, ShapeDtype, UnsupportedProblem, masks
 from cuflash.testing import FORWARD_PROPERTIES, GRADIENT_PROPERTIES, Example, Structure, assert_within_bounds
-from executors import SIM, Run, holds_for_examples, in_turn, needs_compiler
+from executors import SIM, Run, holds_for_examples, in_turn, needs_compiler, sampled, sampled_on_simulator
 from poison import call
 
 pytestmark = needs_compiler
@@ -57,21 +57,20 @@ CASES = {name: replace(SHAPE, mask=mask) for name, mask in MASKS.items()} | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(CASES, DTYPES))
+@pytest.mark.parametrize(("name", "dtype"), sampled(in_turn(CASES, DTYPES), 3))
 def test_results_and_gradients_are_within_their_bounds(name: str, dtype: str) -> None:
     example = NAIVE.rounded(replace(CASES[name], dtype=dtype).example())
     is_empty = not example.q.size or not example.k.size
     assert_within_bounds(example, **(NAIVE.everything(example) if is_empty else call(example, NAIVE)))
 
 
-@pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__)
-@holds_for_examples(on_naive, dtypes=DTYPES)
+# test_fa1 and test_sm90 check the other thirds, and test_properties all, on kernels of their own choice.
+@holds_for_examples(sampled_on_simulator(on_naive, "check", FORWARD_PROPERTIES, 3), dtypes=DTYPES)
 def test_forward(run: Run, example: Example, check: Any) -> None:
     check(run.attend, example)
 
 
-@pytest.mark.parametrize("check", GRADIENT_PROPERTIES, ids=lambda check: check.__name__)
-@holds_for_examples(on_naive, dtypes=DTYPES)
+@holds_for_examples(sampled_on_simulator(on_naive, "check", GRADIENT_PROPERTIES, 3), dtypes=DTYPES)
 def test_gradients(run: Run, example: Example, check: Any) -> None:
     check(run.pull, example)
 

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 import pytest
-from executors import is_long
+from executors import sampled
 from probing import (
     FRAGMENTS,
     LAUNCHES,
@@ -115,8 +115,8 @@ def texts() -> dict[str, Launch]:
 TEXTS = texts()
 
 
-# A short run compiles every eighth text, because kernels compile the same functions too.
-@pytest.mark.parametrize("text", [*TEXTS][:: 1 if is_long() else 8], ids=lambda text: TEXTS[text].name)
+# A short run compiles few texts, because kernels compile the same functions too.
+@pytest.mark.parametrize("text", sampled(TEXTS, 24), ids=lambda text: TEXTS[text].name)
 def test_every_probe_compiles_for_a_gpu(nvrtc: tuple[int, int], text: str) -> None:
     from cuda.core import Program, ProgramOptions
 

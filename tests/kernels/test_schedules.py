@@ -34,10 +34,10 @@ def test_every_schedule_gives_the_bits_of_the_default(name: str) -> None:
         assert all(results[each].tobytes() == expected[each].tobytes() for each in expected), schedule
 
 
-# Runs in a separate process, which a sanitizer may end. `sys.argv`: sanitizer, names of structures, then the edit to
-# plant, if any.
+# Runs in a separate process, which a sanitizer may end. `sys.argv`: sanitizer, names of structures, then the structure
+# and the parts of an edit that is planted last. Its fault shows in the forward pass, after which the process ends.
 CHILD = """
-import contextlib, functools, sys, tempfile
+import functools, sys, tempfile
 from pathlib import Path
 import poison
 from cuflash import sim
@@ -45,18 +45,18 @@ from cuflash.executors.sim import Simulator
 from cuflash.testing import assert_within_bounds
 from executors import SIM
 from mutations import planting
-sanitize, names, *edit = sys.argv[1:]
-folder = tempfile.TemporaryDirectory()
-with planting.planted(Path(folder.name), planting.Edit(*edit)) if edit else contextlib.nullcontext():
-    for name in names.split("; "):
-        example = poison.STRUCTURES[name].example()
-        if sanitize == "address":  # the ends of arrays are the ends of their memory
-            example = example.but(**{x: getattr(example, x).copy() for x in ("q", "k", "v", "do", "dlse")})
-        machine = Simulator(sim.Schedule(order="random"), sanitize)
-        # A planted fault shows in the forward pass, so the process ends after it.
-        check = (lambda **forward: sys.exit()) if edit else functools.partial(assert_within_bounds, example)
-        poison.call(example, SIM, machine, margin=0 if sanitize == "address" else poison.MARGIN, check=check)
-print("end", file=sys.stderr)
+sanitize, names, of_edit, *edit = sys.argv[1:]
+def call(name, check):
+    example = poison.STRUCTURES[name].example()
+    if sanitize == "address":  # the ends of arrays are the ends of their memory
+        example = example.but(**{x: getattr(example, x).copy() for x in ("q", "k", "v", "do", "dlse")})
+    machine, margin = Simulator(sim.Schedule(order="random"), sanitize), 0 if sanitize == "address" else poison.MARGIN
+    poison.call(example, SIM, machine, margin=margin, check=functools.partial(check, example))
+for name in names.split("; "):
+    call(name, assert_within_bounds)
+print("end", file=sys.stderr, flush=True)
+with tempfile.TemporaryDirectory() as folder, planting.planted(Path(folder), planting.Edit(*edit)):
+    call(of_edit, lambda *example, **forward: sys.exit())
 """
 PLANTED = {
     "thread": (
@@ -84,27 +84,15 @@ SANITIZED = ("mask: a few bits", "mask: causal, with lengths", "mask: full and i
 IN_SHORT = {"thread": SANITIZED[2:], "address": SANITIZED[1:2], "undefined": SANITIZED}
 
 
-def in_child(
-    sanitize: sim.Sanitizer, names: tuple[str, ...], edit: Edit | tuple[()] = ()
-) -> subprocess.CompletedProcess[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitize", PLANTED)
+def test_sanitizers_find_what_is_planted_and_nothing_else(sanitize: sim.Sanitizer) -> None:
+    (edit, report), names = PLANTED[sanitize], SANITIZED if is_long() else IN_SHORT[sanitize]
     paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in (".", "support", "kernels"))]
     code = f"import sys; sys.path[:0] = {paths}\n{CHILD}"
     command = ["env", *(f"{name}={value}" for name, value in sim.preload_environment(sanitize).items())]
-    command += [sys.executable, "-c", code, sanitize, "; ".join(names), *edit]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sanitize", PLANTED)
-def test_sanitizers_find_nothing(sanitize: sim.Sanitizer) -> None:
-    run = in_child(sanitize, SANITIZED if is_long() else IN_SHORT[sanitize])
-    assert run.returncode == 0 and run.stderr.endswith("end\n"), run.stderr
-    assert "WARNING" not in run.stderr and "ERROR" not in run.stderr, run.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sanitize", PLANTED)
-def test_sanitizers_find_what_is_planted(sanitize: sim.Sanitizer) -> None:
-    edit, report = PLANTED[sanitize]
-    run = in_child(sanitize, SANITIZED[:1], edit)
-    assert re.search(report, run.stderr), run.stderr
+    command += [sys.executable, "-c", code, sanitize, "; ".join(names), SANITIZED[0], *edit]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    without, end, planted = run.stderr.partition("end\n")
+    assert end and "WARNING" not in without and "ERROR" not in without, without
+    assert re.search(report, planted), planted

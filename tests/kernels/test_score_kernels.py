@@ -8,6 +8,7 @@ equals what NumPy computes with integers.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from cuflash.planning.problem import Problem
 from cuflash.testing import Example, assert_within_bounds
-from executors import GPU, SIM, Run, in_turn, needs_compiler
+from executors import GPU, SIM, Run, in_turn, is_long, needs_compiler
 
 import cuflash
 from cuflash import DeviceSpec, masks, scores, sim
@@ -151,14 +152,23 @@ def _summed(x: Any, group: int) -> Any:
     return x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3)
 
 
-def runs() -> Any:
-    for kernel, dtype in (("simt", "float32"), ("naive", "float32"), ("sm80", "float16"), ("sm90", "float16")):
-        needs = (9, 0) if kernel == "sm90" else ()
-        yield pytest.param(replace(SIM, kernel=kernel), dtype, id=f"sim-{kernel}")
-        yield pytest.param(replace(GPU, kernel=kernel), dtype, id=f"gpu-{kernel}", marks=pytest.mark.gpu(*needs))
+FAMILIES = (("simt", "float32"), ("naive", "float32"), ("sm80", "float16"), ("sm90", "float16"))
 
 
-on_every_family = pytest.mark.parametrize(("run", "dtype"), list(runs()))
+def on_every_family(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrize a test by families and masks; a short run on the simulator has one mask for each family, in turn."""
+    parameters = []
+    for number, (kernel, dtype) in enumerate(FAMILIES):
+        of_simulator = names if is_long() else [names[number % len(names)]]
+        marks = pytest.mark.gpu(9, 0) if kernel == "sm90" else pytest.mark.gpu
+        for run, some, marked in ((SIM, of_simulator, ()), (GPU, names, marks)):
+            parameters += [
+                pytest.param(replace(run, kernel=kernel), dtype, name, id=f"{run}-{kernel}-{name}", marks=marked)
+                for name in some
+            ]
+    return pytest.mark.parametrize(("run", "dtype", "mask"), parameters)
+
+
 MASKS = {
     "nothing": None,
     "causal": masks.Causal("top_left"),
@@ -166,10 +176,9 @@ MASKS = {
 }
 
 
-@on_every_family
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_every_position_slope_and_gradient_is_its_own(run: Run, dtype: str, mask: masks.Mask | None) -> None:
-    probe = Probe(dtype, mask)
+@on_every_family([*MASKS][::-1])
+def test_every_position_slope_and_gradient_is_its_own(run: Run, dtype: str, mask: str) -> None:
+    probe = Probe(dtype, MASKS[mask])
     probe.check(probe.run_results(run))
 
 
@@ -282,8 +291,7 @@ def test_another_number_compiles_nothing() -> None:
     assert specs(3.0) == specs(7.5)
 
 
-@on_every_family
-@pytest.mark.parametrize("mask", ["nothing", "causal"])
+@on_every_family(["causal", "nothing"])
 def test_repeatable_gradients_are_those_of_every_array(run: Run, dtype: str, mask: str) -> None:
     """If dQ has a kernel of its own, exactly one of the two gradient kernels adds to captured gradients."""
     probe = Probe(dtype, MASKS[mask])

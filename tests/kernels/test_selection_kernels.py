@@ -21,7 +21,7 @@ from cuflash.selectors import Budget, Forced, baselines, bound, by_query
 from cuflash.selectors.budget import Diagonal, choose
 from cuflash.selectors.grid import Grid, block_means
 from cuflash.sim import Schedule
-from executors import is_long, needs_compiler, to_device
+from executors import in_turn, is_long, needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,7 +111,7 @@ def lists_by_kernel(executor: str, rule: ChoiceRule, *arrays: Any) -> Any:
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_the_kernel_keeps_what_the_specification_says(executor: str, is_wide: bool) -> None:
-    @settings(max_examples=8 if is_wide and executor == "sim" and not is_long() else 60, deadline=None)
+    @settings(max_examples=(5 if is_wide else 30) if executor == "sim" and not is_long() else 60, deadline=None)
     @given(choices(is_wide=is_wide))
     def check(case: Any) -> None:
         scores, block = case[0], case[7]
@@ -429,8 +429,7 @@ def test_masked_selections_on_a_device_are_those_of_the_host(cupy: Any, name: st
     np.testing.assert_array_equal(numbers_of(actual), numbers_of(select(q, k, **options, mask=mask)))
 
 
-@pytest.mark.parametrize("num_queries", [64, 100])
-@pytest.mark.parametrize("budget", [Budget(top_k=20), Budget(mass=0.25)])
+@pytest.mark.parametrize(("num_queries", "budget"), in_turn([64, 100], [Budget(top_k=20), Budget(mass=0.25)]))
 def test_keys_and_distances_of_long_rows_are_those_of_the_host(cupy: Any, budget: Budget, num_queries: int) -> None:
     """Thousands of keys span many runs, and several rounds of a thread block; one head contains NaN."""
     rng = np.random.default_rng(0)

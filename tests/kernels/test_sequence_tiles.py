@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuflash.blocks.work_list import IntervalWork
-from executors import Run, needs_compiler
+from executors import Run, needs_compiler, sampled_on_simulator
 from hypothesis import given
 from hypothesis import strategies as st
 from probing import sequence_tiles
@@ -261,8 +261,7 @@ def test_long_and_short_sequences_have_kernels_of_their_own() -> None:
     check_choice(cuflash)
 
 
-@on_sm90
-@pytest.mark.parametrize(("case", "columns"), [("full", 128), ("causal", 64), ("last meets last", 128)])
+@sampled_on_simulator(on_sm90, "case, columns", [("full", 128), ("last meets last", 128), ("causal", 64)], 2)
 def test_short_sequences_are_each_sequence_alone_in_small_tiles(run: Run, case: str, columns: int) -> None:
     """Tiles have 64 queries if the mean sequence length is at most 256 keys."""
     dims = {"head_dim": columns, "value_dim": columns}

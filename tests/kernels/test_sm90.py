@@ -28,7 +28,7 @@ from cuflash.testing import (
 )
 from cuflash.testing.properties import check_non_finite_values_reach_what_they_should
 from executors import (
-    GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler,
+    GPU, HALVES, SIM, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler, sampled,
     sampled_on_simulator,
 )  # fmt: skip
 from fused_dq import by_last, on_few_processors, plans_of_its_own
@@ -74,7 +74,8 @@ def small_calls_get_the_kernels_of_large_ones() -> Iterator[None]:
 
 on_long = pytest.mark.parametrize(
     "run",
-    [pytest.param(replace(each.values[0], drawn=(), most_examples=40), marks=each.marks) for each in on_sm90.args[1]],
+    [pytest.param(replace(each.values[0], drawn=(), most_examples=most), marks=each.marks)
+     for each, most in zip(on_sm90.args[1], (8, 40))],
     ids=str,
 )
 
@@ -88,8 +89,7 @@ def test_results_of_many_steps_are_within_their_bounds(run: Run, example: Exampl
         assert_within_bounds(example, o=o, lse=lse)
 
 
-@pytest.mark.parametrize("check", FORWARD_PROPERTIES, ids=lambda check: check.__name__.removeprefix("check_"))
-@holds_for_examples(on_sm90)
+@holds_for_examples(sampled_on_simulator(on_sm90, "check", FORWARD_PROPERTIES, 3, 2))
 def test_forward(run: Run, example: Example, check: Any) -> None:
     check(run.attend, example)
 
@@ -179,7 +179,7 @@ def has_own_backward(plan: KernelPlan) -> bool:
     return plan.specs["backward"].family == "sm90"
 
 
-@sampled_on_simulator(on_sm90, "name", STRUCTURES, 4)  # test_sm90_two_walks runs others, and test_poison all
+@sampled_on_simulator(on_sm90, "name", STRUCTURES, 8)  # test_sm90_two_walks runs others, and test_poison all
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
     structure = STRUCTURES[name]
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
@@ -255,7 +255,7 @@ TILES = tile_structures()
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [*TILES][:: 1 if is_long() else 3])
+@pytest.mark.parametrize("name", sampled(TILES, 4))
 def test_blocks_that_go_on_to_further_tiles_give_the_same_bits_under_every_schedule(name: str) -> None:
     example = half(TILES[name])
     expected = forward(plan_of(example), example)
@@ -281,14 +281,14 @@ narrow_and_wide = pytest.mark.parametrize("dims", NARROW_AND_WIDE)
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "dims"),
-    in_turn(
+    sampled(in_turn(
         [
             "dense", "not aligned", "padded", "causal", "blocks of 256", "bits of heads", "broadcast",
             "every row without a key",
         ],
         NARROW_AND_WIDE,
-    )[:: 1 if is_long() else 2],
-)
+    ), 2),
+)  # fmt: skip
 def test_gradients_are_within_their_bounds_under_every_schedule(name: str, dims: tuple[int, int] | None) -> None:
     example = half(of_dims(TILES[name], dims))
     assert has_own_backward(plan_of(example))
@@ -308,7 +308,7 @@ GROWING = {
 }
 
 
-@sampled_on_simulator(on_sm90, "name, dtype", in_turn(GROWING, HALVES), 1)
+@sampled_on_simulator(on_sm90, "name, dtype", in_turn(GROWING, HALVES), 2)
 def test_scores_may_grow_from_step_to_step(run: Run, name: str, dtype: str) -> None:
     """Some queries of some warps have weights that would be too large under the maxima of the previous steps."""
     clean = half(GROWING[name], dtype)
@@ -331,9 +331,12 @@ def test_queries_may_see_none_of_the_first_keys(run: Run, dim: int, block: int) 
     assert_within_bounds(example, **forward(plan_of(example, run), example, run=run))
 
 
-@on_sm90
-@pytest.mark.parametrize("dim, seqlen_kv", [(64, 640), (64, 1700), (128, 4400), (192, 640), (256, 640)])
-@pytest.mark.parametrize("grows", [False, True])
+SIZES = ((64, 640), (64, 1700), (128, 4400), (192, 640), (256, 640))  # head_dim and keys
+
+
+@sampled_on_simulator(
+    on_sm90, "dim, seqlen_kv, grows", [(*sizes, grows) for sizes in SIZES for grows in (False, True)], 3
+)
 def test_warpgroups_of_a_tile_may_have_different_last_keys(run: Run, dim: int, seqlen_kv: int, grows: bool) -> None:
     """Each warpgroup has its own mask. If scores grow, weights become too large in steps that some warpgroups mask."""
     causal = masks.Causal("bottom_right")
@@ -364,10 +367,10 @@ def test_keys_that_are_alike_weigh_alike_however_large_their_scores(run: Run, di
     assert_alike_keys_weigh_alike(dim, run)
 
 
-@on_sm90
-@pytest.mark.parametrize(
-    ("dims", "name"), in_turn([None, (192, 136), (256, 200), (128, 128)], ["broadcast", "causal", "blocks of 256"])
-)
+@sampled_on_simulator(
+    on_sm90, "dims, name",
+    in_turn([None, (192, 136), (256, 200), (128, 128)], ["broadcast", "causal", "blocks of 256"]), 2,
+)  # fmt: skip
 def test_whichever_block_works_on_a_tile_all_but_dq_is_the_same(
     run: Run, name: str, dims: tuple[int, int] | None
 ) -> None:
@@ -429,9 +432,8 @@ class KeysOfHeads(Ends):
         return 0 * (b + h + i), self.ends[h] + 0 * (b + i)
 
 
-@on_sm90
-@pytest.mark.parametrize(
-    ("seqlen_q", "dims"), in_turn([1024, 1, 8, 9, 10, 18, 72, 73, 81, 129, 162], NARROW_AND_WIDE)
+@sampled_on_simulator(
+    on_sm90, "seqlen_q, dims", in_turn([1024, 1, 8, 9, 10, 18, 72, 73, 81, 129, 162], NARROW_AND_WIDE), 4
 )
 def test_queries_that_see_keys_are_found_among_any_number(
     run: Run, seqlen_q: int, dims: tuple[int, int] | None
@@ -474,15 +476,16 @@ def heads_without_a_step(dims: tuple[int, int] | None) -> Structure:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("order", "dims"), in_turn(["first_warp", "last_warp", "random", "priorities"], NARROW_AND_WIDE)
-)
-@pytest.mark.parametrize(("variant", "num_seeds"), [(heads_of_one_step, 2), (heads_without_a_step, 1)])
-def test_no_helper_is_a_head_ahead_of_another(
-    variant: Any, num_seeds: int, order: Any, dims: tuple[int, int] | None
-) -> None:
+    ("variant", "order", "dims"),
+    sampled([
+        (variant, *case) for variant in (heads_of_one_step, heads_without_a_step)
+        for case in in_turn(["first_warp", "last_warp", "random", "priorities"], NARROW_AND_WIDE)
+    ], 3),
+)  # fmt: skip
+def test_no_helper_is_a_head_ahead_of_another(variant: Any, order: Any, dims: tuple[int, int] | None) -> None:
     example = half(variant(dims))
     assert has_own_backward(plan_of(example))
-    for seed in range(6 if is_long() else num_seeds):
+    for seed in range(6 if is_long() else 2):
         schedule = sim.Schedule(seed=seed, order=order, copies="random")
         assert_within_bounds(example, **call(example, SIM90, Simulator(schedule), margin=ALIGNED))
 
@@ -496,8 +499,7 @@ class Watched(Simulator):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("name", "dims"),
-    in_turn(["not aligned", "causal", "blocks of 100 x 88"], NARROW_AND_WIDE)[:: 1 if is_long() else 2],
+    ("name", "dims"), sampled(in_turn(["not aligned", "causal", "blocks of 100 x 88"], NARROW_AND_WIDE), 3)
 )
 def test_watched_kernels_count_every_lane_that_arrives(name: str, dims: tuple[int, int] | None) -> None:
     example = half(of_dims(TILES[name], dims))

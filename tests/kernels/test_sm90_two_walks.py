@@ -11,7 +11,7 @@ import pytest
 from cuflash.planning.plan import KernelPlan
 from cuflash.testing import Example, Structure, assert_exact_probes, assert_within_bounds
 from executors import (
-    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, is_long, needs_compiler, sampled_on_simulator,
+    HALVES, Run, holds_for_examples, hostile_schedules, in_turn, needs_compiler, sampled, sampled_on_simulator,
 )  # fmt: skip
 from poison import STRUCTURES, PoisonedGpu, call
 from test_sm90 import (
@@ -90,7 +90,7 @@ def test_the_exact_probes_pass(run: Run, example: Example) -> None:
     assert_exact_probes(run.attend, example)
 
 
-@sampled_on_simulator(repeating, "name", STRUCTURES, 4)  # test_sm90 runs others, and test_poison all
+@sampled_on_simulator(repeating, "name", STRUCTURES, 8, 4)  # test_sm90 runs others, and test_poison all
 def test_poison_around_every_array_is_neither_read_nor_overwritten(run: Run, name: str) -> None:
     structure = STRUCTURES[name]
     example = half(structure, structure.dtype if structure.dtype in HALVES else "float16")
@@ -127,7 +127,7 @@ def test_lists_of_small_blocks_are_within_their_bounds(run: Run, name: str, is_a
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [*LISTS, *BANDS][:: 1 if is_long() else 3])
+@pytest.mark.parametrize("name", sampled([*LISTS, *BANDS], 5))
 def test_all_bits_are_the_same_under_every_schedule(name: str) -> None:
     example = half((LISTS | BANDS)[name])
     assert walks_twice(plan_of(example, SIM_REPEATS))
@@ -138,8 +138,7 @@ def test_all_bits_are_the_same_under_every_schedule(name: str) -> None:
         assert all(results[each].tobytes() == expected[each].tobytes() for each in GRADIENTS), schedule
 
 
-@repeating
-@pytest.mark.parametrize("name", ["causal", "blocks of 64, 128 columns", "broadcast"])
+@sampled_on_simulator(repeating, "name", ["causal", "blocks of 64, 128 columns", "broadcast"], 2)
 def test_whichever_block_works_on_a_tile_all_is_the_same(run: Run, name: str) -> None:
     example = half((LISTS | BANDS)[name])
     expected = call(example, run, margin=ALIGNED)
@@ -209,7 +208,7 @@ def test_heads_that_share_keys_may_see_other_ones_of_them(run: Run) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["not aligned", "causal", "blocks of 64, causal"][:: 1 if is_long() else 2])
+@pytest.mark.parametrize("name", sampled(["not aligned", "causal", "blocks of 64, causal"], 3, 2))
 def test_watched_kernels_count_every_lane_that_arrives(name: str) -> None:
     example = half((LISTS | BANDS)[name])
     machine = Watched(sim.Schedule(order="random", copies="random"))

@@ -12,7 +12,7 @@ from cuflash.plans import Plan
 from cuflash.planning.plan import KernelPlan
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, assert_within, assert_within_bounds, examples
-from executors import Run, is_long, needs_compiler, on_sim_and_gpu
+from executors import Run, is_long, needs_compiler, on_sim_and_gpu, sampled_on_simulator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from splitting import STRUCTURES, forward, rounded, split_plan
@@ -23,8 +23,7 @@ from cuflash import DeviceSpec, ShapeDtype, masks, sim
 SPLITS = (1, 2, 3, 9)  # parts of 300 keys in steps of 128; with 9 parts, some have no step
 
 
-@on_sim_and_gpu
-@pytest.mark.parametrize("name", STRUCTURES)
+@sampled_on_simulator(on_sim_and_gpu, "name", STRUCTURES, 3)
 def test_results_are_within_their_bounds_for_any_number_of_splits(run: Run, name: str) -> None:
     example = rounded(STRUCTURES[name].example())
     number = list(STRUCTURES).index(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from cuflash.executors import sim as simulated
 from cuflash.executors.sim import Simulator
 from cuflash.testing import Example, Structure, assert_within, tangents as of_tests
 from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, movings
-from executors import GPU, SIM, Run, hostile_schedules, is_long, needs_compiler, on_sim_and_gpu
+from executors import (
+    GPU, SIM, Run, hostile_schedules, is_long, needs_compiler, on_sim_and_gpu, sampled, sampled_on_simulator,
+)  # fmt: skip
 from hypothesis import given
 
 import cuflash
@@ -104,8 +107,7 @@ def curved(s, b, h, i, j, temperature, slope):
     return temperature[h] * 3 * np.tanh(s / 3) - slope[h] * np.abs(i - j)
 
 
-@on_sim_and_gpu
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@sampled_on_simulator(on_sim_and_gpu, "dtype", ["float32", "float64", "float16"], 2)
 def test_every_feature_at_once_is_within_its_bounds(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
     arrays = {"temperature": 1 + 0.3 * rng.standard_normal(4), "slope": 0.1 * rng.standard_normal(4)}
@@ -226,8 +228,7 @@ def test_packed_sequences_are_one_call_each(run: Run) -> None:
             assert_within(name, alone[name], outputs[name][:, start:stop], 2 * bound)
 
 
-@on_sim_and_gpu
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@sampled_on_simulator(on_sim_and_gpu, "dtype", ["float32", "float16"], 2)
 def test_masks_of_every_kind_are_their_dense_mask(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
     for mask in (
@@ -333,24 +334,34 @@ HOPPER_MASKS = {
 }
 
 
-@on_hopper
-@pytest.mark.parametrize("mask", HOPPER_MASKS.values(), ids=HOPPER_MASKS)
-def test_sm90_tangents_are_within_their_bounds(run: Run, mask: Any) -> None:
+def tiles_of(run: Run, mask: str) -> list[tuple[str, tuple[int, int], str]]:
+    """Return dtypes, dims and layouts for both widths of tiles; a short run on the simulator has one for each mask."""
+    every = [("float16", (128, 128), "contiguous"), ("bfloat16", (40, 64), "padded")]
+    return every if run.is_on_device else sampled(every, 2, [*HOPPER_MASKS].index(mask) % 2)
+
+
+@sampled_on_simulator(on_hopper, "name", HOPPER_MASKS, 3)
+def test_sm90_tangents_are_within_their_bounds(run: Run, name: str) -> None:
     """Both widths of tiles; tangents whose strides differ from those of their arrays."""
-    for dtype, dims, layout in (("float16", (128, 128), "contiguous"), ("bfloat16", (40, 64), "padded")):
-        sizes = {"head_dim": dims[0], "value_dim": dims[1], "dtype": dtype, "sink": None, "mask": mask}
+    for dtype, dims, layout in tiles_of(run, name):
+        sizes = {"head_dim": dims[0], "value_dim": dims[1], "dtype": dtype, "sink": None, "mask": HOPPER_MASKS[name]}
         check(run, moved_along(replace(HOPPER, **sizes).example(), QKV, layout=layout))
+
+
+def with_zeros(run: Run, every: Moving, subsets: list[tuple[str, ...]]) -> Iterator[tuple[Moving, Moving]]:
+    """Yield tangents of some arrays, without and with zeros for all others; a short run on the simulator has half."""
+    for names in subsets if run.is_on_device else sampled(subsets, 2):
+        own = {name: every.tangents[name] for name in names}
+        full = {name: own.get(name, np.zeros_like(x)) for name, x in every.tangents.items()}
+        yield Moving(every.example, own), Moving(every.example, full)
 
 
 @on_hopper
 def test_sm90_tangents_of_some_arrays_are_those_with_zeros(run: Run) -> None:
     every = moved_along(HOPPER.example(), EVERY)
     check(run, every)
-    for names in (("v",), ("k", "sink"), ("q",), ("sink",)):
-        own = {name: every.tangents[name] for name in names}
-        full = {name: own.get(name, np.zeros_like(x)) for name, x in every.tangents.items()}
-        outputs = push(run, Moving(every.example, own))
-        same(outputs, push(run, Moving(every.example, full)))
+    for own, full in with_zeros(run, every, [("v",), ("sink",), ("q",), ("k", "sink")]):
+        same(push(run, own), push(run, full))
 
 
 @on_hopper
@@ -441,8 +452,7 @@ def test_tangents_of_gradients_are_within_their_bounds(run: Run) -> None:
     run.settings(given(movings(**(drawn if is_long() else dict(run.drawn) | drawn)))(agree_second))()
 
 
-@on_sim_and_gpu
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@sampled_on_simulator(on_sim_and_gpu, "dtype", ["float64", "float16"], 2, 1)
 def test_tangents_of_gradients_have_every_feature(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
     arrays = {"temperature": 1 + 0.3 * rng.standard_normal(4), "slope": 0.1 * rng.standard_normal(4)}
@@ -453,8 +463,7 @@ def test_tangents_of_gradients_have_every_feature(run: Run, dtype: str) -> None:
         check_gradients(run, moved_along(example, {name: kinds[name] for name in names}, layout="padded"))
 
 
-@on_sim_and_gpu
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@sampled_on_simulator(on_sim_and_gpu, "dtype", ["float32", "float16"], 2, 1)
 def test_masks_of_every_kind_serve_second_derivatives(run: Run, dtype: str) -> None:
     rng = np.random.default_rng(0)
     for mask in (
@@ -469,8 +478,9 @@ def test_masks_of_every_kind_serve_second_derivatives(run: Run, dtype: str) -> N
             check_gradients(run, moved_along(example, dict.fromkeys(names, "normal")))
 
 
-@on_sim_and_gpu
-@pytest.mark.parametrize(("dtype", "dims"), [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 20))])
+@sampled_on_simulator(
+    on_sim_and_gpu, "dtype, dims", [("float16", (128, 128)), ("bfloat16", (64, 48)), ("float16", (136, 20))], 2
+)
 def test_wide_rows_have_second_derivatives(run: Run, dtype: str, dims: tuple[int, int]) -> None:
     """Full tiles of 16-bit rows, and tiles of more than 128 columns."""
     sizes = {"seqlen_q": 140, "seqlen_kv": 200, "head_dim": dims[0], "value_dim": dims[1], "dtype": dtype}
@@ -508,10 +518,8 @@ def test_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
 @on_sim_and_gpu
 def test_absent_tangents_of_gradients_are_zeros(run: Run) -> None:
     every = moved_along(FULL.example(), EVERY | {"do": "normal", "dlse": "normal"})
-    for names in (("v", "dlse"), ("k", "sink"), ("q", "do")):
-        own = {name: every.tangents[name] for name in names}
-        full = {name: own.get(name, np.zeros_like(x)) for name, x in every.tangents.items()}
-        same(pull(run, Moving(every.example, own)), pull(run, Moving(every.example, full)))
+    for own, full in with_zeros(run, every, [("v", "dlse"), ("k", "sink"), ("q", "do")]):
+        same(pull(run, own), pull(run, full))
 
 
 @needs_compiler
@@ -523,12 +531,11 @@ def test_bits_of_second_derivatives_do_not_depend_on_the_schedule(monkeypatch: p
         same(pull(SIM, moving), expected)
 
 
-@on_hopper
-@pytest.mark.parametrize("mask", HOPPER_MASKS.values(), ids=HOPPER_MASKS)
-def test_sm90_tangents_of_gradients_are_within_their_bounds(run: Run, mask: Any) -> None:
+@sampled_on_simulator(on_hopper, "name", HOPPER_MASKS, 3, 1)
+def test_sm90_tangents_of_gradients_are_within_their_bounds(run: Run, name: str) -> None:
     """Both widths of tiles, without and with the tangent of do; tangents whose strides differ from those of arrays."""
-    for dtype, dims, layout in (("float16", (128, 128), "contiguous"), ("bfloat16", (40, 64), "padded")):
-        sizes = {"head_dim": dims[0], "value_dim": dims[1], "dtype": dtype, "sink": None, "mask": mask}
+    for dtype, dims, layout in tiles_of(run, name):
+        sizes = {"head_dim": dims[0], "value_dim": dims[1], "dtype": dtype, "sink": None, "mask": HOPPER_MASKS[name]}
         kinds = QKV if dims[0] == 128 else QKV | {"do": "normal", "dlse": "normal"}
         check_gradients(run, moved_along(replace(HOPPER, **sizes).example(), kinds, layout=layout))
 
@@ -537,10 +544,8 @@ def test_sm90_tangents_of_gradients_are_within_their_bounds(run: Run, mask: Any)
 def test_sm90_tangents_of_gradients_along_some_arrays_are_those_with_zeros(run: Run) -> None:
     every = moved_along(HOPPER.example(), EVERY | {"do": "normal", "dlse": "normal"})
     check_gradients(run, every)
-    for names in (("v", "dlse"), ("k", "sink"), ("q", "do")):
-        own = {name: every.tangents[name] for name in names}
-        full = {name: own.get(name, np.zeros_like(x)) for name, x in every.tangents.items()}
-        same(pull(run, Moving(every.example, own)), pull(run, Moving(every.example, full)))
+    for own, full in with_zeros(run, every, [("k", "sink"), ("v", "dlse"), ("q", "do")]):
+        same(pull(run, own), pull(run, full))
 
 
 @on_hopper
@@ -567,7 +572,7 @@ def test_sm90_pulls_tangents_back_along_axes_that_do_not_fold(run: Run) -> None:
 def test_sm90_ignores_tangents_of_absent_keys(run: Run, differentiate: Any) -> None:
     """Tangents of absent keys hold NaN, after sequences that are shorter and longer than a step of the kernel."""
     for length in (30, 150):
-        structure = replace(HOPPER, value_dim=96, sink=None, mask=masks.Lengths(kv=length))  # rows that TMA can copy
+        structure = replace(HOPPER, value_dim=104, sink=None, mask=masks.Lengths(kv=length))  # rows that TMA can copy
         moving = moved_along(structure.example(), QKV)
         poisoned = {name: x.copy() for name, x in moving.tangents.items()}
         for name in "kv":
@@ -578,7 +583,7 @@ def test_sm90_ignores_tangents_of_absent_keys(run: Run, differentiate: Any) -> N
 @on_hopper
 def test_sm90_rows_without_a_key_have_no_second_derivative(run: Run) -> None:
     mask = masks.Dense(np.arange(200)[:, None] % 3 > 0)
-    example = replace(HOPPER, value_dim=96, sink=None, mask=mask).example()  # rows that TMA can copy
+    example = replace(HOPPER, value_dim=104, sink=None, mask=mask).example()  # rows that TMA can copy
     moving = moved_along(example, QKV | {"do": "normal"})
     wanted = pull(run, moving)
     assert not wanted["dq_dot"][..., ::3, :].any()
@@ -617,6 +622,16 @@ def test_a_plan_takes_tangents_that_it_was_not_planned_for() -> None:
             own = {name: x for name, x in moving.tangents.items() if name in names}
             o_dot, lse_dot = ready.jvp(*arrays, o, lse, **{f"{name}_dot": x for name, x in own.items()})
             same({"o_dot": o_dot, "lse_dot": lse_dot}, push(SIM, Moving(example, own)))
+
+
+@pytest.mark.parametrize(("kernel", "counter"), [("sm90", 4), ("sm80", 0), ("simt", 0)])
+def test_workspaces_are_two_numbers_for_each_query(kernel: Any, counter: int) -> None:
+    """The tangent needs no workspace, and that of gradients delta and its tangent; a counter deals tiles to blocks."""
+    arrays = [ShapeDtype((16, 8192, 128), np.dtype(np.float16))] * 3
+    options: dict[str, Any] = {"device": DeviceSpec.gpu("H200"), "kernel": kernel, "causal": True}
+    passes = cuflash.plan(*arrays, **options, tangents=("q", "k", "v"))._plan.passes
+    assert passes["jvp"].nbytes == counter
+    assert passes["backward_jvp"].nbytes == 2 * 4 * 16 * 8192 + counter
 
 
 def test_precompile_compiles_what_tangents_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -595,22 +595,6 @@ def check_error(kind, who, use, is_noted=True):
     assert len(notes) <= 1 and all(note.startswith(prefix) for note in notes) and (notes or not is_noted)
 
 
-def check_errors(library):
-    q, rooms = np.ones((1, 5, 4), np.float32), part(library, "masks")
-
-    class Answers(part(library, "masks.base").Mask):
-        def __init__(self, rule):
-            self.rule = rule
-
-        def __call__(self, b, h, i, j):
-            return self.rule(b, h, i, j)
-
-    own = "the __call__ of the mask Answers"
-    check_error(TypeError, "the mask function rule", lambda rule: library.attention(q, q, q, mask=rule))
-    check_error(KeyError, "the mask function rule", lambda rule: (rooms.Causal() & rule).toarray(5))
-    check_error(KeyError, own, lambda rule: library.attention(q, q, q, mask=Answers(rule)))
-
-
 @pytest.mark.parametrize("use", USES_OF_MASKS)
 @pytest.mark.parametrize("make", USERS_RULES)
 def test_an_error_of_a_users_rule_comes_first_and_alone(make, use):

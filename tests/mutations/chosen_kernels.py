@@ -224,10 +224,10 @@ FAULTS = {
             UNIONS, "lists_unions", "params.kv_blocks[place] = base + block;", "params.kv_blocks[place] = block;"
         ),
         "counts of later ranges are lost": Edit(
-            COUNT, "lists_columns_count", "[base + block] = count;", "[block] = count;"
+            COUNT, "lists_columns_count", "[base + block] = count;", "[base + block] = base > 0 ? 0 : count;"
         ),
-        "blocks of other ranges are counted": Edit(
-            COLUMNS, "for_each_entry", "if (block >= first && block < last)", "if (block < last)"
+        "the last blocks of a range are left out": Edit(
+            COLUMNS, "for_each_entry", "block < last)", "block < last - 300)"
         ),
     },
     tiles_are_right: {
@@ -289,8 +289,10 @@ FAULTS = {
             "matrix<float>(params.dq_sum, batch_head, 0, 0, 0)",
         ),
         "tiles of the head before are converted": Edit(
-            "sm80/convert_dq.cu", "tile_to_convert", "tile_of_block<Listed>(params, chosen, kBlockQ)",
-            "query_tile_reversed<Listed>(params, kBlockQ)",
+            "sm80/convert_dq.cu", "tile_to_convert",
+            "return attention::tile_of_block<Listed>(params, chosen, kBlockQ);",
+            "auto work = attention::tile_of_block<Listed>(params, chosen, kBlockQ);"
+            "work.batch_head.head = max(work.batch_head.head - 1, 0); return work;",
         ),
     },
     scores_are_right: {

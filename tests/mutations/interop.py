@@ -10,7 +10,7 @@ FAULTS = {
     interop_guards.tensors_of_ranks_are_right: {
         "ranks drop the gradient of lse": Edit(RANKS, "_Attention.backward", '("dlse", dlse)', '("dlse", None)'),
         "no gradient of o is one of ones on ranks": Edit(
-            RANKS, "_Attention.backward", "call.xp.zeros_like(call.o)", "call.xp.ones_like(call.o)"
+            RANKS, "_Attention.backward", "namespace.zeros_like(ctx.vjp._o)", "namespace.ones_like(ctx.vjp._o)"
         ),
         "a rank takes the first rows of a tensor": Edit(
             RANKS, "ContextParallel.shard", "self._rows_of(x)", "self._rows_of(x) * 0"
@@ -31,10 +31,10 @@ FAULTS = {
             "torch.ones_like(o) if do is None"
         ),
         "a negated gradient is read without its sign": Edit(
-            "torch/_functions.py", "_gradients", "do.resolve_neg()", "do"
+            "torch/_functions.py", "_pulled_back", "_resolved((do, dlse))", "(do, dlse)"
         ),
         "the gradient of lse is dropped": Edit(
-            "torch/_functions.py", "_gradients", "None if dlse is None else dlse.resolve_neg()", "None"
+            "torch/_functions.py", "_pulled_back", "_resolved((do, dlse))", "_resolved((do, None))"
         ),
         "no gradient of a sink is requested": Edit(
             "torch/__init__.py", "_called", "options = options._replace(wrt=tuple(needed))", "pass"
@@ -49,7 +49,7 @@ FAULTS = {
             "torch/__init__.py", "_called", 'if getattr(each, "requires_grad", False))', "if each.is_floating_point())"
         ),
         "gradients of operands are the next one's": Edit(
-            "torch/_functions.py", "_pulled_back", "next(more) if is_needed else None for", "next(more, None) for"
+            "torch/_functions.py", "_placed", "dict(zip(wrt, results[3:]))", "dict(zip(call.names[3:], results[3:]))"
         ),
         "a captured tensor has to be one of floats": Edit(
             "torch/_tensors.py", "_kind_reasons", "and not is_captured:", ":"
@@ -286,6 +286,9 @@ FAULTS = {
         "a sink is left out": Edit("jax/_call.py", "JaxCall.planned", 'sink=of.get("sink")', "sink=None"),
         "calls do not differ by dtypes": Edit(
             "jax/_call.py", "JaxCall.cached", "tuple(self.dtypes.items()), ", ""
+        ),
+        "calls with and without lse share a function": Edit(
+            "jax/_entry.py", "called", "numbers_of(without.dropout), return_lse)", "numbers_of(without.dropout))"
         ),
         "subnormal numbers are flushed": Edit(
             "jax/_runs.py", "_subnormal_numbers", "ctypes.pythonapi.fesetenv(ctypes.c_void_p(-1))", "pass"

@@ -450,6 +450,8 @@ def arrays_of_jax_are_right(library: ModuleType) -> None:
             actual, pulled_back = run(*arrays)
             for ours, theirs in zip((*actual, *pulled_back), (*results, *gradients), strict=True):
                 assert (np.asarray(ours) == theirs).all()
+        alone = module.attention(*arrays[:3], sink=arrays[3], causal=True)
+        assert isinstance(alone, jax.Array) and (np.asarray(alone) == results[0]).all()
         tiny = V * 1e-310
         o = module.attention(*arrays[:2], jax.numpy.asarray(tiny))
         assert (np.asarray(o) == library.attention(Q, K, tiny)).all() and np.asarray(o).any()

@@ -118,20 +118,21 @@ def parts_follow_the_rule() -> None:
 FAULTS = {
     non_finite_values_go_where_they_should: {
         "P of a NaN row is NaN where it is masked": Edit(
-            "executors/cpu.py", "HostCall._mask_queries", "], 0",
+            "executors/cpu.py", "HostCall.mask_queries", "], 0",
             "], 0 * x[numbers, :, each.rows] if x is weights[0] and len(weights) == 2 else 0",
         ),
         "keys past a length reach dq": Edit(
-            "executors/cpu.py", "HostCall.backward_columns", "if is_finite.all():", "if True:"
+            "executors/cpu.py", "HostCall.column_terms", "np.isfinite(k).all()", "True"
         ),
         "infinite keys reach all queries of their tile": Edit(
-            "executors/cpu.py", "_by_attended_keys", "queries = seen[tile, key]", "queries = slice(None)"
+            "executors/cpu.py", "HostCall.by_attended_keys", "queries = seen[tile, key]", "queries = slice(None)"
         ),
         "infinite keys reach no query": Edit(
-            "executors/cpu.py", "_by_attended_keys", "for tile, key in np.argwhere(~is_finite):", "for tile, key in ():"
+            "executors/cpu.py", "HostCall.by_attended_keys", "for tile, key in np.argwhere(~is_finite):",
+            "for tile, key in ():"
         ),
         "dS of a NaN row is NaN where it is masked": Edit(
-            "executors/cpu.py", "HostCall._mask_queries", "for x in weights:",
+            "executors/cpu.py", "HostCall.mask_queries", "for x in weights:",
             "for x in weights[:1]:",
         ),
     },

@@ -37,13 +37,13 @@ FAULTS = {
             "executors/cpu.py", "HostCall.backward_deltas", "delta -= np.where(", "delta += np.where("
         ),
         "dq lacks the scale": Edit(
-            "executors/cpu.py", "_backward", "call.wide(call.plan.problem.scaling.scale)", "1"
+            "executors/cpu.py", "backward", "call.wide(call.plan.problem.scaling.scale)", "1"
         ),
         "dk keeps log2(e)": Edit(
             "executors/cpu.py", "HostCall.backward_columns", "self.wide(self.natural * self.", "self.wide(self."
         ),
         "only the last step gives dv": Edit(
-            "executors/cpu.py", "HostCall.backward_columns", "added(dv, p @ do)", "p @ do"
+            "executors/cpu.py", "HostCall.backward_columns", "added(dv, dv_term)", "dv_term"
         ),
         "every batch entry reads the first": Edit(
             "executors/cpu.py", "HostCall.row_index", "[(*self.batch_indices[b], h)", "[(*self.batch_indices[0], h)"

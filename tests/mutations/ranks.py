@@ -444,12 +444,15 @@ FAULTS = {
         "copies start at the first row": Edit(
             LANES, "DeviceLanes.copier", "source[entry].data.ptr - theirs[start.name].data.ptr", "0"
         ),
+        "rows are copied from the arrays of their target": Edit(
+            LANES, "DeviceLanes.copier", "start_of_source[name] + begin", "start_of[name] + begin"
+        ),
         "copies that are adjacent in the target alone are joined": Edit(
             LANES, "DeviceLanes.copier", "following[kind, at + height * pitches[0], begin + height * pitches[1]]",
             "following[kind, at + height * pitches[0], begin + width]",
         ),
         "kernels start at the first head": Edit(
-            LANES, "CudaLanes.launcher", "now[name].data.ptr + offset", "now[name].data.ptr"
+            LANES, "CudaLanes._launching", "start_of[name] + offset", "start_of[name]"
         ),
         "received gradients are own ones": Edit(
             POSED, "Posed.returned_gradients", "rows if source == rank else received", "rows"
@@ -468,7 +471,8 @@ FAULTS = {
             STEPS, "program", "(step.rank, step.source if step.kind == COPY else step.rank)", "(step.rank,)"
         ),
         "steps do not wait for others": Edit(
-            THREADS, "_Meeting.work", "for number in issue.waits]", "for number in issue.waits if number < 0]"
+            STEPS, "program", "Issue(n, steps[n], lane_of(steps[n])[1], tuple(waits)",
+            "Issue(n, steps[n], lane_of(steps[n])[1], tuple(each for each in waits if each < 0)",
         ),
         "a lane counts as having waited for later steps": Edit(
             STEPS, "program", "known[lane, of_other] = place[other]", "known[lane, of_other] = len(steps)"

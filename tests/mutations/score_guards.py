@@ -99,7 +99,7 @@ def derivatives_are_right(library):
     def check(formula, seed):
         score, operands, s = score_of_formula(library, formula, seed)
         at, names = places(shape_of(library)), [x.name for x in score.program.arrays if x.kind == "real"]
-        program = program_of.derived(score.program, names)
+        program = program_of.derived(score.program, tuple(names))
         model = roundoff.Arithmetic(2.0**-53, 1e-300, 1e300)
         results = roundoff.values_and_errors(program, operands, s, 0.0, **at, model=model)
         arrays = {name: x if x.dtype.kind in "iub" else x.astype(np.longdouble) for name, x in score.arrays.items()}
@@ -168,7 +168,7 @@ def errors_hold(library):
         e_s = 10.0 ** rng.integers(-6, 0) * np.abs(s)
         near = (s + e_s * rng.uniform(-0.95, 0.95, s.shape)).astype(np.float32)
         names = [x.name for x in score.program.arrays if x.kind == "real"]
-        program = program_of.derived(score.program, names)
+        program = program_of.derived(score.program, tuple(names))
         bounds = roundoff.values_and_errors(program, operands, s, e_s + 2e-7 * np.abs(s), **at, model=model)
         results = part(library, "scores.values").values(program, operands, near, **at)
         for x, (value, error) in zip(results, bounds, strict=True):

@@ -264,8 +264,8 @@ FAULTS = {
         "the function is applied after the mask": Edit(
             CPU, "HostCall.score_steps",
             "\n            if self.score is not None:\n                self.score.apply(s, self._row_places(tiles, "
-            "steps))\n            self._mask_keys(tiles, steps, s, -np.inf)\n            ",
-            "\n            self._mask_keys(tiles, steps, s, -np.inf)\n            if self.score is not None:\n        "
+            "steps))\n            self.mask_keys(tiles, steps, -np.inf, s)\n            ",
+            "\n            self.mask_keys(tiles, steps, -np.inf, s)\n            if self.score is not None:\n        "
             "        self.score.apply(s, self._row_places(tiles, steps))\n            ",
         ),
         "the slope is left out": Edit(TILES, "TileScores.gradients", "ds *= values[slope]", "pass"),
@@ -350,7 +350,7 @@ FAULTS = {
             "planning/problem.py", "with_operands", "if array.name not in integers", "if True"
         ),
         "sums are added as threads finish": Edit(
-            CPU, "_backward", "columns, in_order=in_order, stop", "columns, stop"
+            CPU, "backward", "columns, in_order=in_order, num_tiles", "columns, num_tiles"
         ),
     },
 }

@@ -8,9 +8,9 @@ from mutations.planting import Edit
 PARTS = "sm90/sequence_parts.cuh"
 FAULTS = {
     sm90_guards.gradients_are_right: {
-        "keys past those of the last query visit its tile": Edit(
-            "sm90/q_producer.cuh", "find_visit_range",
-            "if (visit_range.start >= params.shape.seqlen_q) visit_range.stop = visit_range.start = 0;", "",
+        "keys of the last queries have no tile": Edit(
+            "sm90/q_producer.cuh", "find_visit_range", "(visit_range.start >= params.shape.seqlen_q)",
+            "(visit_range.start >= params.shape.seqlen_q - 32)",
         ),
         "rooms are not fenced": Edit("sm90/q_pipeline.cuh", "run_roles", "ptx::fence_mbarrier_init();", ""),
         "queries past a step are alive": Edit(

@@ -216,9 +216,6 @@ FAULTS = {
         "half of the bits change places": Edit(
             "tile/pipeline.cuh", "transpose_bits_in_warp", "low ^= low << lane_offset / 2;", ""
         ),
-        "sums may not be stored when that is signalled": Edit(
-            "tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""
-        ),
         "dS is not transposed": Edit(
             "tile/wgmma_tile.cuh", "store_transposed", "stmatrix_x4_trans(Tile", "stmatrix_x4(Tile"
         ),
@@ -244,6 +241,9 @@ FAULTS = {
         ),
     },
     sm90_guards.finished_gradients_are_right: {
+        "sums may not be stored when that is signalled": Edit(
+            "tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""
+        ),
         "a signal may precede the result": Edit("tile/counter.cuh", "wait_bulk_copies", "ptx::bulk_wait<0>();", ""),
         "dQ does not have its own keys'": Edit(
             "tile/accumulator_layout.cuh", "AccumulatorLayout.add_shared", "[i][j][e] += sums.at", "[i][j][e] = sums.at"

@@ -251,7 +251,7 @@ def test_soak_adds_up_over_runs_and_draws_other_examples(load, tmp_path: Path) -
         rows, outside = drawn.rows, drawn.outside
         every = next(row for row in rows if row["feature"] == soak.EVERY)
         assert not outside and every["structures"] >= 6 and 0 < every["dq"] <= 1
-        assert every["examples"] == soak.NUMBERS * every["structures"]
+        assert every["examples"] == soak.NUMBERS["cpu"] * every["structures"]
         assert every["worst"].startswith("Structure(")
         assert {"mask none", "values normal"} & {row["feature"] for row in rows}
         assert all(row["examples"] <= every["examples"] for row in rows)
@@ -404,6 +404,18 @@ def test_without_a_gpu_an_experiment_on_one_says_so(load, monkeypatch: pytest.Mo
     experiment = load(name)
     with pytest.raises(SystemExit, match="CuPy is not installed"):
         list(experiment.run(experiment.Config(**options)))
+
+
+def test_passes_of_tangents_are_timed_against_the_backward_pass_on_the_host(load, monkeypatch) -> None:
+    experiment = load("derivatives")
+    monkeypatch.setattr(experiment, "CPU_TOKENS", 256)
+    config = experiment.Config(parts=("cpu",), head_dims=(8,), masks=("causal", "blocks64_0.5"), repeats=1)
+    rows = list(experiment.run(config))
+    named = [(row["kernel"], row["mask"], row["way"]) for row in rows]
+    assert named == [("cpu", mask, way) for mask in config.masks for way in ("pass", "backward_jvp")]
+    assert all(row["of_plain"] == row["ms"] / row["plain_ms"] > 0 for row in rows)
+    with pytest.raises(ValueError, match="masks are full, causal and blocks"):
+        experiment.Config(masks=("window",))
 
 
 def test_a_spot_check_passes_what_is_right_and_sees_what_is_not(load) -> None:

@@ -392,17 +392,18 @@ def assert_turns_are_kept(library: ModuleType) -> None:
     q, do = np.random.default_rng(1).standard_normal((2, 1, 1500, 8)).astype(np.float32)
     every_other = np.ones((15, 15), bool)
     every_other[1:, ::2] = False  # these keys are visited by few queries, and their tiles end before earlier ones
-    weigh = cpu.HostCall._weights_and_gradients
+    weigh = cpu.HostCall.column_terms
     with pytest.MonkeyPatch.context() as patch, limited(1):
         patch.setattr(host.HostTiling, "is_small", False)
         patch.setattr(f"{library.__name__}.planning.plan.host_tile", lambda problem, device: (100, 200))
         every_mask = library.masks.Causal(), library.masks.BlockPattern(every_other, 100)
         for mask, slow in itertools.product(every_mask, range(5)):
             patch.setattr(host.HostTiling, "num_workers", 1)
-            patch.setattr(cpu.HostCall, "_weights_and_gradients", weigh)
+            patch.setattr(cpu.HostCall, "column_terms", weigh)
             plan = library.plan(q, q, q, mask=mask, scale=0.1)
             o, lse = plan.forward(q, q, q)
-            expected = plan.backward(do, q, q, q, o, lse)
+            expected, dots = plan.backward(do, q, q, q, o, lse), plan.jvp(q, q, q, o, lse, do)
+            expected_dots = plan.backward_jvp(do, q, q, q, o, lse, *dots, do)
             patch.setattr(host.HostTiling, "num_workers", 3)
             number, has_failed = itertools.count(), threading.Event()
 
@@ -410,9 +411,10 @@ def assert_turns_are_kept(library: ModuleType) -> None:
                 time.sleep(0.005 * (next(number) % 5 == slow))
                 return weigh(self, *arguments)
 
-            patch.setattr(cpu.HostCall, "_weights_and_gradients", weighed)
-            gradients = plan.backward(do, q, q, q, o, lse)
-            assert all(a.tobytes() == b.tobytes() for a, b in zip(gradients, expected)), "bits depend on threads"
+            patch.setattr(cpu.HostCall, "column_terms", weighed)
+            gradients = *plan.backward(do, q, q, q, o, lse), *plan.backward_jvp(do, q, q, q, o, lse, *dots, do)
+            every = zip(gradients, (*expected, *expected_dots))
+            assert all(a.tobytes() == b.tobytes() for a, b in every), "bits depend on threads"
 
             def fail(self: Any, *arguments: Any) -> Any:
                 if not has_failed.is_set():
@@ -421,7 +423,7 @@ def assert_turns_are_kept(library: ModuleType) -> None:
                     raise MemoryError("no room for a tile")
                 return weigh(self, *arguments)
 
-            patch.setattr(cpu.HostCall, "_weights_and_gradients", fail)
+            patch.setattr(cpu.HostCall, "column_terms", fail)
             with pytest.raises(MemoryError, match="no room for a tile"):
                 plan.backward(do, q, q, q, o, lse)
         assert not [thread for thread in threading.enumerate() if thread.name == "cuflash"]

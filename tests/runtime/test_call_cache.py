@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from unittest.mock import patch
@@ -83,6 +84,29 @@ def check_freed(kind=CallCache):
 
 def test_calls_that_have_left_are_freed():
     check_freed()
+
+
+class Collecting:
+    """The entry of a call, which collects garbage when its last use is read."""
+
+    keys, call = None, "call"
+
+    @property
+    def last_use(self) -> int:
+        gc.collect()
+        return 0
+
+
+def test_an_owner_may_die_while_the_queue_is_renewed():
+    """The garbage collector may free owners in cycles at any allocation, in the thread that puts a call, too."""
+    cache, owner = CallCache(3), Owner()
+    cache._calls["collecting"] = Collecting()
+    owner.itself = owner
+    cache.put("owned", "call", owner)
+    del owner
+    for _ in range(6):
+        cache.put("again", "call")
+    assert cache.get("owned") is None and cache.get("again") == "call"
 
 
 def test_threads_may_use_it_at_the_same_time():

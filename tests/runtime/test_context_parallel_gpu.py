@@ -174,7 +174,7 @@ def moved(machine, move, source, target):
     arrays = {"source": source, "target": target.copy()}
     if machine is not None:
         arrays = {name: machine.asarray(each) for name, each in arrays.items()}
-    holder = SimpleNamespace(arrays=arrays)
+    holder = SimpleNamespace(arrays=arrays, addresses=_lanes.Addresses(arrays))
     lanes.copier([(move, Region("target"), Region("source"))], arrays, arrays)(holder, holder)
     return arrays["target"] if machine is None else arrays["target"].get()
 
@@ -277,12 +277,13 @@ def test_steps_wait_for_events_on_their_stream(machine):
     attend, later, other = Step(ATTEND, 0, 0, 0, (0,)), Step(COPY, 0, 1, 1, (1,)), Step(ATTEND, 0, 0, 1, (2,))
     (((_, issued),), (ends, _)) = program([copy, attend, later, other], 2)
     logs, current = [], []
+    work = SimpleNamespace(do=lambda number, source: current.append(machine.stream.ptr))
     for _ in range(2):
         machine.log.clear()
-        start, events = lanes.start(), {}
+        start = lanes.start()
+        events = {-1: start, -2: start}
         for issue in issued:
-            waits = [start if number < 0 else events[number] for number in issue.waits]
-            events[issue.number] = lanes.run(issue, waits, lambda: current.append(machine.stream.ptr))
+            events[issue.number] = lanes.run(issue, events, [work, None])
         lanes.finish([events[number] for number in ends])
         logs.append(list(machine.log))
     second_lane, copies = (lanes._streams[lane].ptr for lane in (1, RECEIVING))

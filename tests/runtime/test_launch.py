@@ -31,6 +31,7 @@ from cuflash.planning import plan_cache
 from cuflash.planning.families import sm90
 from cuflash.planning.families.family import resident_blocks
 from cuflash.testing import Example, assert_within_bounds
+from executors import in_turn
 from refusals import reasons_of
 from foreign import Foreign
 
@@ -754,9 +755,9 @@ def test_few_long_tiles_of_a_band_start_late(kernel, seqlen):
     places = 16 * 16384 // seqlen
     shape = ShapeDtype((places, seqlen, 128), "float16")
     plan = cuflash.plan(shape, shape, shape, causal=True, kernel=kernel, device=DeviceSpec.gpu("H100"))._plan
-    spec, in_turn = plan.specs["backward"], plan.kernels.order.kv_heads_per_group
+    spec, together = plan.specs["backward"], plan.kernels.order.kv_heads_per_group
     steps = 2 + -(-np.arange(seqlen, 0, -spec.block_kv) // spec.block_q)
-    turns = [np.repeat(steps, min(in_turn, places - first)) for first in range(0, places, in_turn)]
+    turns = [np.repeat(steps, min(together, places - first)) for first in range(0, places, together)]
     ends = [0] * resident_blocks(spec, plan.device)
     for length in np.concatenate(turns).tolist():
         heapq.heapreplace(ends, ends[0] + length)
@@ -822,8 +823,7 @@ def poke(address, values):
     ctypes.memmove(int(address), data.ctypes.data, data.nbytes)
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("kernel", "deterministic"), in_turn(["sm80", "sm90"], [True, False]))
 def test_checks_know_what_tensor_core_kernels_write(checked, kernel, deterministic):
     q, k, v, do = (x.astype(np.float16) for x in (Q, K, V, DO))
     options = {"kernel": kernel, "executor": "sim", "deterministic": deterministic}

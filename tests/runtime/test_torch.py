@@ -391,7 +391,7 @@ def test_calls_with_an_index_share_its_copy_and_it_goes_with_the_index(machines)
         gc.enable()
 
 
-def test_a_lazily_negated_tensor_is_refused_after_one_that_lies_so(machines):
+def test_tensors_of_another_kind_are_refused_after_ones_that_lie_so(machines):
     arguments = {
         name: on_device(tensor) for name, tensor in {"q": Q, "k": K, "v": V, "out": torch.empty(Q.shape)}.items()
     }
@@ -401,6 +401,16 @@ def test_a_lazily_negated_tensor_is_refused_after_one_that_lies_so(machines):
         negated = torch._neg_view(arguments[name]).as_subclass(type(arguments[name]))
         (reason,) = reasons_of(attention, **arguments | {name: negated})
         assert reason.startswith(f"{name} {BAD['negated'][1]}")
+    elsewhere = on_device(K)
+    elsewhere.number = 1
+    (reason,) = reasons_of(attention, **arguments | {"k": elsewhere})
+    assert reason.startswith("all tensors must be on one device")
+    kind = type("Kind", (torch_machine.DeviceTensor,), {})
+    (reason,) = reasons_of(attention, **arguments | {"k": on_device(K).as_subclass(kind)})
+    assert reason.startswith("k must be a plain torch.Tensor; got a Kind")
+    arguments["out"].requires_grad_()
+    (reason,) = reasons_of(attention, **arguments)
+    assert reason.startswith("out must not require gradients")
 
 
 KEPT = torch.rand((2, 4, 20, 20), generator=torch.Generator().manual_seed(3)) < 0.5

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, target
 
 import cuflash
-from cuflash import masks
+from cuflash import Dropout, masks
 from cuflash.bounds import error_bound
-from cuflash.testing import Structure, assert_within_bounds, examples
+from cuflash.testing import Example, Structure, assert_within_bounds, examples
 
 RESULTS = ("o", "lse", "dq", "dk", "dv")
 GAUSSIAN = Structure(num_heads=2, seqlen_q=200, seqlen_kv=200, head_dim=64, value_dim=64, mask=masks.Causal())
@@ -32,6 +32,23 @@ def test_a_kernel_that_rounds_p_to_the_storage_dtype_is_within_the_bound(example
     o, lse = faulty_attention.attend(example.q, example.k, example.v, **options)
     gradients = faulty_attention.pull(example.q, example.k, example.v, example.do, dlse=example.dlse, **options)
     target(assert_within_bounds(example, o=o, lse=lse, **dict(zip(("dq", "dk", "dv"), gradients))))
+
+
+def test_a_weight_of_all_keys_that_underflows_next_to_a_sink_is_within_the_bound():
+    x = np.zeros((1, 1, 2), np.float32)
+    example = Example(q=x, k=x, v=x + 300, sink=np.float32([90]))  # exp(-90) is below the smallest normal number
+    assert 1e-37 < example.exact.o.min()
+    assert_within_bounds(example, o=x)
+
+
+def test_products_that_underflow_before_they_are_scaled_for_dropout_are_within_the_bound():
+    q, k = np.ones((1, 1, 1), np.float32), np.array([[[0], [-3]]], np.float32)
+    seeds = (Dropout(1 - 1 / 256, seed=seed) for seed in range(1 << 12))
+    drops_first = next(each for each in seeds if each.keep((1, 1, 1, 2)).ravel().tolist() == [False, True])
+    v = np.array([[[1], [1.5e-38]]], np.float32)
+    example = Example(q=q, k=k, v=v, scale=1.0, dropout=drops_first)
+    assert 1e-37 < example.exact.o.min()  # 256 times a product that is below the smallest normal number
+    assert_within_bounds(example, o=np.zeros_like(q))
 
 
 def test_one_key_with_one_number_gives_the_formula_by_hand():

@@ -15,7 +15,7 @@ from cuflash.arrays import E4M3
 from cuflash.fp8.rows import quantized_rows
 from cuflash.selectors import Budget, quest
 from cuflash.testing import Example, assert_within_bounds
-from executors import on_every_executor
+from executors import on_every_executor, sampled_on_simulator
 
 import cuflash
 
@@ -30,9 +30,10 @@ def normal(*shape: int, dtype: Any = np.float32) -> Any:
     return RNG.standard_normal(shape).astype(dtype)
 
 
-@on_every_executor
-@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
-@pytest.mark.parametrize("num_rows", [1, 70])
+@sampled_on_simulator(
+    on_every_executor, "dtype, num_rows",
+    [(np.float16, 1), (np.float16, 70), (BFLOAT16, 70), (BFLOAT16, 1), (np.float32, 1), (np.float32, 70)], 2,
+)  # fmt: skip
 def test_it_attends_to_the_rows_that_it_keeps(run: Any, dtype: Any, num_rows: int) -> None:
     """Bits are equal in pages or contiguous, and alone, for one token and for more than the decode kernel supports."""
     lengths = [CAPACITY, 0, 17, 33]

@@ -14,6 +14,7 @@ from cuflash.distributed._agreement import fingerprint
 from cuflash.distributed import _posed as posed_calls
 from cuflash.distributed import _processes as processes
 from cuflash.distributed._layout import Costs, dealt
+from cuflash.distributed._lanes import HostLanes
 from cuflash.distributed import _threads as threads
 from cuflash.distributed._schedule import (
     ADD, ATTEND, COPY, NUM_BUFFERS, RECEIVING, TAKE, drawn_order, exchanging_heads, gathering, head_groups, lane_of,
@@ -331,8 +332,9 @@ def test_a_program_waits_for_all_steps_that_must_be_finished(steps, seed):
     assert [each.number for each in issued] == list(range(len(steps)) if order is None else order)
     assert all(each.step.rank == rank for rank, of_rank in turns for each in of_rank)
     lanes, finished, awaited = {}, {~rank: {("start", rank)} for rank in range(size)}, {~rank for rank in range(size)}
-    for number, step, waits, is_awaited in issued:
+    for number, step, of_rank, waits, is_awaited in issued:
         lane = lane_of(step)
+        assert lane == (step.rank, of_rank)
         known = lanes.setdefault(lane, set())
         for other in waits:
             assert other in awaited, "an event is waited for before it is recorded"
@@ -373,16 +375,16 @@ def test_buffers_are_reused_after_they_were_read():
 def test_traffic_counts_what_moves(monkeypatch):
     """Bytes counted from the copies of a call equal those of `traffic`."""
     arrays, counted = arrays_of((4, 64, 8), 2), {"forward": 0}
-    do_issue = Meeting.issue
+    run_step = HostLanes.run
 
-    def counting(meeting, issue, waits, works):
+    def counting(lanes, issue, events, passes):
         step = issue.step
         if step.kind == COPY:
-            for move, _, source in works[step.rank].routes(issue.number):
-                counted["forward"] += sum(x.nbytes for x in move.read(source.of(works[step.source].arrays)))
-        return do_issue(meeting, issue, waits, works)
+            for move, _, source in passes[step.rank].routes(issue.number):
+                counted["forward"] += sum(x.nbytes for x in move.read(source.of(passes[step.source].arrays)))
+        return run_step(lanes, issue, events, passes)
 
-    monkeypatch.setattr(Meeting, "issue", counting)
+    monkeypatch.setattr(HostLanes, "run", counting)
     q, k, v, _ = arrays.values()
 
     def rank(group):
@@ -509,16 +511,16 @@ def sharded(group, **options):
 @pytest.mark.parametrize("step", range(9))
 def test_a_rank_that_raises_at_any_step_ends_the_others(step, seed, monkeypatch, many_groups):
     ended, done = [], []
-    do_issue = Meeting.issue
+    run_step = HostLanes.run
 
-    def failing(meeting, issue, waits, works):
+    def failing(lanes, issue, events, passes):
         if issue.step.rank == 1:
             done.append(issue)
             if len(done) == step + 1:
                 raise OSError("a disk is full")
-        return do_issue(meeting, issue, waits, works)
+        return run_step(lanes, issue, events, passes)
 
-    monkeypatch.setattr(Meeting, "issue", failing)
+    monkeypatch.setattr(HostLanes, "run", failing)
 
     def rank(group):
         try:
@@ -578,14 +580,14 @@ def test_a_rank_that_does_not_answer_ends_the_others_in_time():
 
 
 def test_a_rank_that_stops_in_a_pass_ends_the_others_in_time(monkeypatch):
-    do_issue, released = Meeting.issue, threading.Event()
+    run_step, released = HostLanes.run, threading.Event()
 
-    def stopping(meeting, issue, *others):
+    def stopping(lanes, issue, *others):
         if issue.step.rank == 1 and issue.step.kind == COPY:
             released.wait(20)
-        return do_issue(meeting, issue, *others)
+        return run_step(lanes, issue, *others)
 
-    monkeypatch.setattr(Meeting, "issue", stopping)
+    monkeypatch.setattr(HostLanes, "run", stopping)
 
     def rank(group):
         cp, arrays = sharded(group)
@@ -600,13 +602,13 @@ def test_a_rank_that_stops_in_a_pass_ends_the_others_in_time(monkeypatch):
 
 def test_ranks_wait_for_each_other_while_steps_proceed(monkeypatch):
     """The timeout is for each step, not for the call."""
-    do_issue = Meeting.issue
+    run_step = HostLanes.run
 
-    def slow(meeting, issue, *others):
+    def slow(lanes, issue, *others):
         time.sleep(0.1)
-        return do_issue(meeting, issue, *others)
+        return run_step(lanes, issue, *others)
 
-    monkeypatch.setattr(Meeting, "issue", slow)
+    monkeypatch.setattr(HostLanes, "run", slow)
 
     def rank(group):
         cp, arrays = sharded(group)
@@ -815,7 +817,7 @@ def test_arrays_of_other_dtypes_are_refused_on_every_rank():
 
 def test_ranks_meet_once_in_a_pass_and_one_of_them_runs_the_steps(monkeypatch, many_groups):
     meets, issuers = [], []
-    do_meet, do_issue = Meeting.meet, Meeting.issue
+    do_meet, run_step = Meeting.meet, HostLanes.run
 
     def meeting(self, rank, what, *others):
         meets.append((rank, what))
@@ -823,10 +825,10 @@ def test_ranks_meet_once_in_a_pass_and_one_of_them_runs_the_steps(monkeypatch, m
 
     def issuing(self, issue, *others):
         issuers.append((threading.get_ident(), issue.number))
-        return do_issue(self, issue, *others)
+        return run_step(self, issue, *others)
 
     monkeypatch.setattr(Meeting, "meet", meeting)
-    monkeypatch.setattr(Meeting, "issue", issuing)
+    monkeypatch.setattr(HostLanes, "run", issuing)
 
     def rank(group):
         cp, (q, k, v) = sharded(group)

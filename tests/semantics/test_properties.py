@@ -86,8 +86,12 @@ def test_forward(run, example, check):
     check(run.attend, example)
 
 
-@checks([check for check in GRADIENT_PROPERTIES if check not in REPEATABLE_PROPERTIES])
-@holds_for_examples(on_every_backward, most_scores=1 << 15)
+@holds_for_examples(
+    on_kernels_for(
+        "check", [check for check in GRADIENT_PROPERTIES if check not in REPEATABLE_PROPERTIES], on_every_backward
+    ),
+    most_scores=1 << 15,
+)  # fmt: skip
 def test_gradients(run, example, check):
     check(run.pull, example)
 
@@ -107,8 +111,7 @@ def test_both_passes(run, example, check):
 # Pairs of equivalent masks (20), and padding that is never read
 
 
-@on_every_backward
-@pytest.mark.parametrize(("dtype", "where"), in_turn(DTYPES, ["queries", "keys"]))
+@on_kernels_for("dtype, where", in_turn(DTYPES, ["queries", "keys"]), on_every_backward)
 def test_padding_past_an_end_may_hold_nan(run, dtype, where):
     lengths = {"q": 70} if where == "queries" else {"kv": 70}
     example = run.rounded(

@@ -73,7 +73,7 @@ def test_a_derived_program_gives_what_dual_numbers_give(formula: Formula, seed: 
     score, operands = drawn_score(formula, seed)
     s, at = some_scores(seed), places()
     names = [array.name for array in score.program.arrays if array.kind == "real"]
-    program = derived(score.program, names)
+    program = derived(score.program, tuple(names))
     evaluated = values_and_errors(program, operands, s, 0.0, **at, model=Arithmetic(2.0**-53, 1e-300, 1e300))
     exact = dual(formula, score, s.astype(np.longdouble))
     for number, ((value, error), wanted) in enumerate(zip(evaluated, exact, strict=True)):
@@ -107,7 +107,7 @@ def test_float32_stays_within_the_errors(formula: Formula, seed: int) -> None:
     exact = some_scores(seed)
     e_s = 1e-5 * np.abs(exact)
     near = (exact + e_s * rng.uniform(-0.9, 0.9, exact.shape)).astype(np.float32)
-    program = derived(score.program, [array.name for array in score.program.arrays if array.kind == "real"])
+    program = derived(score.program, tuple(array.name for array in score.program.arrays if array.kind == "real"))
     info = np.finfo(np.float32)
     model = Arithmetic(float(info.eps) / 2, float(info.smallest_normal), float(info.max))
     bounds = values_and_errors(program, operands, exact, e_s, **at, model=model)
@@ -121,7 +121,7 @@ def test_float32_stays_within_the_errors(formula: Formula, seed: int) -> None:
 @given(formula=formulas(), seed=st.integers(0, 2**32 - 1), size=st.sampled_from((1, 12, 40, 1000)))
 def test_blocks_hold_the_values_of_the_program(formula: Formula, seed: int, size: int) -> None:
     score, operands = drawn_score(formula, seed)
-    program = derived(score.program, score.arrays)
+    program = derived(score.program, tuple(score.arrays))
     heads = [(b, h) for b in range(SHAPE.num_batch) for h in range(SHAPE.num_heads)]
     queries, keys = slice(0, SHAPE.seqlen_q), slice(0, SHAPE.seqlen_kv)
     at = coordinates(None, heads, [queries] * len(heads), [keys] * len(heads))

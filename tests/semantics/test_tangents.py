@@ -485,7 +485,7 @@ def test_second_derivatives_of_a_program_commute(formula: Formula, seed: int) ->
         array = operands.arrays[list(score.arrays).index(name)]
         along_array = pushed(derived(score.program), [name], moves_score=False)
         ones = operands._replace(arrays=[*operands.arrays, np.ones_like(array)])
-        along_score = pushed(derived(score.program, [name]))
+        along_score = pushed(derived(score.program, (name,)))
         first, e_first = values_and_errors(along_array, ones, s, 0.0, *at.values(), MODEL)[3]
         other, e_other = values_and_errors(along_score, operands, s, 0.0, *at.values(), MODEL, np.ones_like(s), 0.0)[5]
         is_right = (np.abs(first - other) <= 2 * (e_first + e_other)) | (first == other)

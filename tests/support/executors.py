@@ -151,6 +151,8 @@ class Run:
             drawn["dtypes"] = [name for name in DTYPES if name != "bfloat16"]
         if self.kernel == "sm90":
             drawn["dtypes"] = [name for name in drawn.get("dtypes", DTYPES) if name in HALVES]
+        if not is_long() and self.executor == "sim" and "float16" in (names := drawn.get("dtypes", DTYPES)):
+            drawn["dtypes"] = [name for name in names if name != "bfloat16"]
         return examples(**drawn | ({} if is_long() else dict(self.drawn))).map(self.rounded)
 
     def rounded(self, example: Example) -> Example:
@@ -219,15 +221,16 @@ def is_long() -> bool:
     return settings.default.max_examples > 100
 
 
-# Building a kernel for the simulator takes a second for every dtype, tile and range of dims: few of these, but all
-# dtypes.
-SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=4)
+# Building a kernel for the simulator takes a second for every dtype, tile and range of dims: few of these. Kernels of
+# bfloat16 differ from those of float16 only by conversions, and are run by tests whose examples are not drawn.
+SIM = Run("sim", (("widest", 32), ("most_scores", 1 << 13), ("most_rows", 400)), most_examples=3)
 GPU = Run("gpu", (("widest", 32),), most_examples=15)
 CPU = Run("cpu")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++: apt install g++")
 RUNS = (CPU, pytest.param(SIM, marks=needs_compiler), pytest.param(GPU, marks=pytest.mark.gpu))
+# `deterministic=True` changes kernels of gradients only: half as many examples.
 DETERMINISTIC = (
-    pytest.param(replace(SIM, deterministic=True), marks=needs_compiler),
+    pytest.param(replace(SIM, deterministic=True, most_examples=2), marks=needs_compiler),
     pytest.param(replace(GPU, deterministic=True), marks=pytest.mark.gpu),
 )
 KERNELS = (*RUNS[1:], *DETERMINISTIC)
@@ -241,23 +244,33 @@ on_every_deterministic_backward = pytest.mark.parametrize("run", (CPU, *DETERMIN
 on_kernels = pytest.mark.parametrize("run", KERNELS, ids=lambda run: str(run))
 
 
-def on_kernels_for(names: str, values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test by runs on kernels and by `names`, whose values are tuples if there are several names.
+def sampled(values: Iterable[Any], step: int, first: int = 0) -> list[Any]:
+    """Return all values in the long profile, otherwise every `step`-th one from the `first`."""
+    every = list(values)
+    return every if is_long() else every[first::step]
+
+
+def on_kernels_for(
+    names: str, values: Iterable[Any], on: pytest.MarkDecorator | None = None
+) -> pytest.MarkDecorator:
+    """Parametrize a test by runs, those of kernels by default, and by `names`, whose values are tuples if several.
 
     Runs with `deterministic=True` differ only in kernels of gradients: in a short run on the simulator, they have every
-    third value.
+    fifth value.
     """
-    return _for_each_run(KERNELS, names, values, lambda run: 3 if run.deterministic else 1)
+    runs = KERNELS if on is None else on.args[1]
+    return _for_each_run(runs, names, values, lambda run: 5 if run.deterministic else 1)
 
 
 def sampled_on_simulator(
-    on: pytest.MarkDecorator, names: str, values: Iterable[Any], step: int
+    on: pytest.MarkDecorator, names: str, values: Iterable[Any], step: int, first: int = 0
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by the runs of `on` and by `names`; short runs on the simulator use every `step`-th value.
+    """Parametrize a test by the runs of `on` and by `names`.
 
-    There, float16 also replaces bfloat16: the kernels differ only by conversions, which other tests cover.
+    Short runs on the simulator use every `step`-th value from the `first`. There, float16 also replaces bfloat16: the
+    kernels differ only by conversions, which other tests cover.
     """
-    return _for_each_run(on.args[1], names, values, lambda run: step, _of_one_half)
+    return _for_each_run(on.args[1], names, values, lambda run: step, _of_one_half, first)
 
 
 def _of_one_half(value: Any) -> Any:
@@ -267,15 +280,16 @@ def _of_one_half(value: Any) -> Any:
 
 def _for_each_run(
     runs: Iterable[Any], names: str, values: Iterable[Any], step_of: Callable[[Run], int],
-    changed: Callable[[Any], Any] = lambda value: value,
+    changed: Callable[[Any], Any] = lambda value: value, first: int = 0,
 ) -> pytest.MarkDecorator:  # fmt: skip
     every, parameters = [*values], []
     for each in runs:
-        (run,) = each.values
+        run, marks = (each, ()) if isinstance(each, Run) else (each.values[0], each.marks)
         is_short = run.executor == "sim" and not is_long()
-        for value in map(changed, every[:: step_of(run)]) if is_short else every:
+        for value in map(changed, every[first :: step_of(run)]) if is_short else every:
             fixed = value if "," in names else (value,)
-            parameters.append(pytest.param(run, *fixed, marks=each.marks, id="-".join(map(str, (*fixed, run)))))
+            words = [getattr(x, "__name__", str(x)).removeprefix("check_") for x in (*fixed, run)]
+            parameters.append(pytest.param(run, *fixed, marks=marks, id="-".join(words)))
     return pytest.mark.parametrize(f"run, {names}", parameters)
 
 

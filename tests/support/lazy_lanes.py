@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from cuflash.distributed._lanes import HostLanes
-from cuflash.distributed._schedule import RECEIVING, lane_of
+from cuflash.distributed._schedule import RECEIVING
 
 _LOCK = threading.RLock()  # ranks are threads, and each of them may run the steps of all
 
@@ -46,9 +47,9 @@ class LazyLanes(HostLanes):
     def start(self) -> Any:
         return self.last[0]
 
-    def run(self, issue: Any, events: Sequence[Any], do: Callable[[], None]) -> Node | None:
-        _, lane = lane_of(issue.step)
-        node = self.last[lane] = Node(do, [self.last[lane], *events])
+    def run(self, issue: Any, events: Mapping[int, Any], passes: Sequence[Any]) -> Node | None:
+        lane, do = issue.lane, partial(super().run, issue, events, passes)
+        node = self.last[lane] = Node(do, [self.last[lane], *(events[number] for number in issue.waits)])
         if lane in self.early:
             node.force()
         return node if issue.is_awaited else None

@@ -63,6 +63,7 @@ class Torch(ModuleType):
         self._C = SimpleNamespace(
             _cuda_getDevice=lambda: self.cuda.current_device(),
             _cuda_getCurrentRawStream=lambda device: self.streams[-1].ptr,
+            _dynamo=SimpleNamespace(guards=SimpleNamespace(_empty_strided_cuda=self._empty_strided)),
         )
         self.cuda = SimpleNamespace(
             current_device=lambda: cupy.device,
@@ -75,9 +76,6 @@ class Torch(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def device(self, kind: str, number: int) -> torch.device:
-        return torch.device("cpu")
-
     def from_dlpack(self, array: Any) -> Any:
         if not isinstance(array, cupy_machine.Ndarray):
             return torch.from_dlpack(array)
@@ -86,7 +84,7 @@ class Torch(ModuleType):
     def tensor(self, array: Any, *, device: torch.device) -> Any:
         return on_device(array) if device.type == "cuda" else torch.tensor(array)
 
-    def empty_strided(self, shape: Any, strides: Any, *, dtype: Any, device: Any) -> Any:
+    def _empty_strided(self, shape: Any, strides: Any, dtype: Any) -> Any:
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
         self.allocated.append(weakref.ref(tensor))
         if self.streams[-1].is_capturing():
@@ -136,7 +134,7 @@ def installed(monkeypatch: Any, cache: Path) -> Iterator[tuple[cupy_machine.Cupy
         monkeypatch.setattr(layouts, "_is_plain", lambda value, torch: type(value) is DeviceTensor)
         monkeypatch.setattr(torch_gpu, "torch", machine)
         monkeypatch.setattr(torch_gpu, "MACHINE", torch_gpu.TorchGpu())
+        monkeypatch.setattr(_tensors, "torch", machine)
         for module in (_tensors, _passes):
-            monkeypatch.setattr(module, "torch", machine)
             monkeypatch.setattr(module, "PLAIN", _tensors.PLAIN | {DeviceTensor})
         yield cupy, machine
