@@ -146,13 +146,20 @@ def plot_name(request: Request) -> str:
 
 
 def lead_rows(rows: Sequence[Row]) -> list[Row]:
-    """Select the full and causal 16-bit cases of `kernel="auto"`, or of the family with the most timed peers."""
+    """Select the full and causal 16-bit cases of `kernel="auto"`, or of the family with the most timed peers.
+
+    Of several GPUs with as many timed peers, the one that was measured last is selected.
+    """
     requests = [
         [row for row in chosen.rows if mask_kind(row) in ("full", "causal") and row["dtype"] == LEAD_DTYPE]
         for chosen in published(rows).values()
     ]
     timed = [[row for row in of_request if row.get("ratio")] for of_request in requests]
-    return max(timed, key=lambda rows: (bool(rows) and rows[0].get("request") == "auto", len(rows)))
+    return max(timed, key=_rank_of_lead)
+
+
+def _rank_of_lead(rows: Sequence[Row]) -> tuple[bool, int, str]:
+    return bool(rows) and rows[0].get("request") == "auto", len(rows), max((row["date"] for row in rows), default="")
 
 
 def lead(rows: Sequence[Row]) -> str:
