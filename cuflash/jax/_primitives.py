@@ -146,21 +146,18 @@ def _lowered_on_shard(platform: str) -> Lowering:
 
 def _executed(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
     """Run a pass on arrays with data, by a function that the cache of calls holds."""
-    one, in_memory, devices = Pass(**parameters), tuple([array.shape for array in arrays]), set[jax.Device]()
+    one, in_memory = Pass(**parameters), tuple([array.shape for array in arrays])
     call, *key = one
     if call.holds_contents:
         devices = {device for array in arrays if isinstance(array, jax.Array) for device in array.devices()}
-
-    def traced() -> Callable[..., list[jax.Array]]:
-        return jax.jit(partial(bind_pass, one))
-
-    key += in_memory, *devices
-    if len(devices) == 1:
-        make = partial(executable, one, in_memory, *devices)
-        run = call.cached("jax executable", make, *key, is_general=bool(call.held))
-        if run is not None:
-            return run(call.held, *arrays)
-    return call.cached("jax pass", traced, *key)(*arrays)
+        if len(devices) == 1:
+            make = partial(executable, one, in_memory, *devices)
+            run = call.cached("jax executable", make, *key, in_memory, *devices, is_general=bool(call.held))
+            if run is not None:
+                return run(call.held, *arrays)
+    traced: Callable[..., list[jax.Array]]
+    traced = call.cached("jax pass", lambda: jax.jit(partial(bind_pass, one)), *key, in_memory)
+    return traced(*arrays)
 
 
 def _refused(*arrays: jax.Array, **parameters: Any) -> NoReturn:
@@ -181,6 +178,7 @@ _PASSES = ("forward", "jvp", "backward", "backward_jvp")
 PRIMITIVES = {name: _primitive(name, _lowered) for name in _PASSES}
 ON_SHARD = {name: _primitive(f"{name}_on_shard", _lowered_on_shard) for name in _PASSES}
 dispatch.prim_requires_devices_during_lowering.update(PRIMITIVES.values())
-getattr(util, "weakref_cache_key_types", set()).add(JaxCall)  # else JAX's cache of types would keep masks and lists
+# JAX's cache of types would keep masks and their lists otherwise.
+getattr(util, "weakref_cache_key_types", set[type]()).add(JaxCall)
 # The derivative of "jvp" with respect to everything except the tangents. It can only be transposed.
 PRIMITIVES["curvature"] = _primitive("curvature", lambda place: _refused)

@@ -26,7 +26,7 @@ from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT, MaskLike
 from ..plans.plan import Plan
 from ._call import MASK, JaxCall, mask_over
-from ._native import TARGET, NativePass, handler
+from ._native import TARGET, NativePass, handler, number_of
 
 if TYPE_CHECKING:
     from jax.experimental.buffer_callback import ExecutionContext
@@ -103,7 +103,9 @@ def prepared(
     return _called_by_xla(runner, native, one.results)
 
 
-def executable(one: Pass, shapes: Sequence[tuple[int, ...]], device: jax.Device) -> Callable[..., Any] | None:
+def executable(
+    one: Pass, shapes: Sequence[tuple[int, ...]], device: jax.Device
+) -> Callable[..., list[jax.Array]] | None:
     """Return the function that runs a pass on arrays with data on a device, without tracing it.
 
     Passes that differ only in the contents of their masks share a function that XLA compiles, which takes the lists of
@@ -116,13 +118,11 @@ def executable(one: Pass, shapes: Sequence[tuple[int, ...]], device: jax.Device)
     if not runner.takes_lists:
         return None
 
-    def compiled() -> Callable[..., Any]:
+    def compiled() -> Any:
         return jax.jit(_called_by_xla(runner, runner.native(), one.results))
 
-    if one.call.held:
-        shared = compiled()
-    else:
-        shared = CALLS.get_or_make(("jax lists", runner.text(), tuple(one.results)), compiled)
+    key = "jax lists", None if one.call.held else runner.number(), tuple(one.results)
+    shared: Callable[..., list[jax.Array]] = compiled() if one.call.held else CALLS.get_or_make(key, compiled)
     lists = [jax.device_put(each, device) for each in runner.lists]
     return lambda held, *arrays: shared(*arrays, *lists, *map(_bytes_of, held))
 
@@ -197,17 +197,13 @@ class OnHost:
         _require_executor(options.executor, "cpu", "sim")
         executor = "cpu" if options.executor == "auto" else options.executor
         self._names, self._shapes, self._name = one.names, one.shapes, one.name
+        self._plan_of: Callable[[Mapping[str, Array]], Plan]
         if one.call.has_slots:  # the mask may differ at each call; everything else is checked now
-            plan = one.call.planned(executor, one.of, one.wrt, None)
-        else:
+            planned = partial(one.call.planned, executor, one.of, one.wrt)
+            plan, self._plan_of = planned(None), lambda arrays: planned(mask_over(options.mask, arrays))
+        else:  # the cache of calls may hold this object, which must not keep the mask
             plan = one.call.cached_plan(executor, one.of, one.wrt, lambda: options.mask)
-
-        def plan_of(arrays: Mapping[str, Array]) -> Plan:
-            if not one.call.has_slots:
-                return plan
-            return one.call.planned(executor, one.of, one.wrt, mask_over(options.mask, arrays))
-
-        self._plan_of = plan_of
+            self._plan_of = lambda arrays: plan
         self._read = _names_of_arrays(one, plan)
 
     def native(self) -> None:
@@ -298,10 +294,10 @@ class OnGpu:
             return None
         return of_device(partial(self._flat, launches), nvrtc.current_number(), self._held)
 
-    def text(self) -> str:
-        """Return what the launches are, for any lists."""
+    def number(self) -> int:
+        """Return a digest of the launches, which are the same for all lists of similar lengths."""
         assert self._xla_pass is not None
-        return self._flat(self._xla_pass, nvrtc.current_number()).text
+        return number_of(self._flat(self._xla_pass, nvrtc.current_number()))
 
     def _flat(self, launches: xla_gpu.XlaPass, device: int) -> xla_gpu.Flat:
         """Return the launches on a device as numbers."""

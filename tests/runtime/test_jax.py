@@ -187,7 +187,7 @@ class _OnMachine:
 
     def __init__(self, runner, runs):
         self._runner, self.scratch, self._runs = runner, runner.scratch, runs
-        self.native, self.text = runner.native, runner.text
+        self.native, self.number = runner.native, runner.number
         self.takes_lists, self.lists = runner.takes_lists, runner.lists
 
     def __call__(self, context, results, *buffers):
