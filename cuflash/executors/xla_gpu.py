@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array
+from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..layouts import dense_strides
 from ..planning.launches import Workspace
@@ -19,7 +20,7 @@ from ..planning.spec import KernelSpec
 from . import gpu
 from ._records import View
 from .arguments import Words
-from .launch import BoundPass, PassLayout
+from .launch import BoundPass, Lists, PassLayout
 from .list_maker import ListMaker
 from .workspaces import Taken
 
@@ -52,6 +53,26 @@ class XlaStream(NamedTuple):
     def record(self, event: Any) -> Any:
         """Record an event on the stream."""
         return as_cupy_stream(self.ptr).record(event)
+
+
+def packed(lists: Mapping[str, Array]) -> tuple[dict[str, int], Array]:
+    """Copy the arrays of a work list on the host, one after the other, into one array of bytes.
+
+    The size of each is rounded up to three times a power of two, so that lists of similar lengths have equal positions.
+    The lengths of lists that keep half or a quarter of the blocks are often near powers of two.
+
+    Returns
+    -------
+    dict of int by name
+        Where each array starts, in bytes.
+    uint8 array
+    """
+    sizes = (3 * max(_ALIGNMENT, 1 << ((array.nbytes - 1) // 3).bit_length()) for array in lists.values())
+    *starts, nbytes = accumulate(sizes, initial=0)
+    memory = np.zeros(nbytes, np.uint8)
+    for start, array in zip(starts, lists.values()):
+        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return dict(zip(lists, starts)), memory
 
 
 class _Workspaces:
@@ -93,6 +114,13 @@ class XlaGpu(gpu.Gpu):
 
     def workspaces(self, needs: Mapping[str, Workspace]) -> Any:
         return _Workspaces(needs)
+
+
+class _ListsOfCalls(XlaGpu):
+    """The current CUDA device, if each call passes the arrays of the work list."""
+
+    def lists(self, work: WorkList) -> Lists:
+        return Lists({})
 
 
 MACHINE = XlaGpu()
@@ -178,10 +206,18 @@ class XlaPass:
         The layouts of the arrays, with the names that executors use.
     has_lists : bool
         True if kernels build the lists of the mask from its arrays at each call.
+    starts : dict of int by name, optional
+        Where the arrays of the work list start in the array of bytes that each call passes in place of the mask's, from
+        `packed`. Without it, the lists are in memory of the plan.
     """
 
-    def __init__(self, plan: KernelPlan, name: str, inputs: Sequence[View], has_lists: bool) -> None:
+    def __init__(
+        self, plan: KernelPlan, name: str, inputs: Sequence[View], has_lists: bool,
+        starts: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
         self._plan, self._name, self._inputs, self._has_lists = plan, name, inputs, has_lists
+        self._of_calls = starts
+        self._starts = [0] if has_lists else list((starts or {}).values())
         self._on_devices: dict[int, _OnDevice] = {}
         self._lock = threading.Lock()
         bound = self._on_device(nvrtc.current_number())
@@ -201,7 +237,10 @@ class XlaPass:
 
     def _bound(self) -> _OnDevice:
         inputs: dict[str, View] = {view.name: view for view in self._inputs}
-        maker = None
+        maker, machine = None, MACHINE
+        if self._of_calls is not None:
+            lists, machine = self._plan.work.lists, _ListsOfCalls()
+            inputs |= {name: View.of(name, lists[name]) for name in self._of_calls}
         if self._has_lists:
             source = self._source
             inputs[AT_CALL] = View(AT_CALL, np.dtype(np.uint8), (source.nbytes,), (1,))
@@ -209,7 +248,7 @@ class XlaPass:
                 gpu.compile_kernels(source.kernels.specs.values(), MACHINE)
                 maker = ListMaker(source, MACHINE)
         layout = PassLayout(self._name, inputs, self._plan.kernel_results(self._name))
-        return _OnDevice(gpu.bound_pass(self._plan, layout, MACHINE), maker)
+        return _OnDevice(gpu.bound_pass(self._plan, layout, machine), maker)
 
     @property
     def has_own_lists(self) -> bool:
@@ -236,7 +275,8 @@ class XlaPass:
         (bound,) = on_device
         num_results = len(self._plan.kernel_results(self._name))
         results, scratch = [Source(num_arguments + n, 0) for n in range(num_results)], num_arguments + num_results
-        lists = [of_mask[0] if bound.maker is None else Source(scratch, self._lists_start)] if self._has_lists else []
+        own = [Source(scratch, self._lists_start)] if bound.maker is not None else of_mask[:1]
+        lists = [Source(each.buffer, each.offset + start) for each in own for start in self._starts]
         values = [[*arrays, *lists, *results, *(Source(None, number) for number in numbers)]]
         if bound.maker is not None:
             values.insert(0, [*of_mask, *lists])
@@ -286,14 +326,13 @@ class XlaPass:
             Seed and offset of dropout.
         """
         bound = self._on_devices.get(device) or self._on_device(device)
-        lists = list[int]()
         for start, nbytes in bound.zeros:
             _set_zero(scratch + start, nbytes, stream)
-        if self._has_lists:
-            lists = [of_mask[0] if bound.maker is None else scratch + self._lists_start]
+        own = [scratch + self._lists_start] if bound.maker is not None else of_mask[:1]
+        lists = [each + start for each in own for start in self._starts]
         if bound.maker is not None:
-            own = XlaStream(stream, scratch + _workspaces(bound.launches).nbytes)
-            bound.maker.launches.launch((*of_mask, *lists), own)
+            after = XlaStream(stream, scratch + _workspaces(bound.launches).nbytes)
+            bound.maker.launches.launch((*of_mask, *lists), after)
         addresses = [*arrays, *lists, *results]
         for place, nbytes in bound.launches.record.zeroed:
             _set_zero(addresses[place], nbytes, stream)

@@ -18,7 +18,7 @@ from ..executors import checks
 from ..executors._layout_key import layout_key
 from ..masks.arrays import Dense
 from ..masks.base import Mask
-from ..masks.content import held_arrays
+from ..masks.content import has_content, held_arrays
 from ..planning.dropout_launches import SEED, numbers_of
 from ..planning.lookup import Lookup, lookup
 from ..planning.options import MaskLike, Options
@@ -84,6 +84,14 @@ def has_key(looked_up: Lookup, arrays: Collection[str]) -> bool:
     return (f"{MASK}0" in arrays) == (looked_up.contents is not None)
 
 
+def holds_contents(options: Options, looked_up: Lookup, arrays: Collection[str]) -> bool:
+    """True if calls with masks of other contents differ although all their shapes and arrays are equal."""
+    mask = options.mask
+    if mask is None or f"{MASK}0" in arrays and has_key(looked_up, arrays):
+        return False
+    return not (isinstance(mask, Mask) and has_content(mask))
+
+
 @dataclass(frozen=True, eq=False)
 class JaxCall:
     """A call without its arrays.
@@ -97,37 +105,52 @@ class JaxCall:
     looked_up : Lookup
         The parts of the call's key.
     has_key : bool
-        As in `has_key`.
+        As in `has_key`. If False, calls may share `own` instead.
+    own : dict
+        Objects that depend on the call, of calls without a key.
     """
 
     options: Options
     dtypes: Mapping[str, Any]
     looked_up: Lookup
     has_key: bool
-    _own: dict[Hashable, Any] = field(default_factory=dict)  # used instead of the cache by calls without a key
+    own: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: Options, arrays: Mapping[str, jax.Array]) -> JaxCall:
         """Return the call of options and arrays from `separated`."""
         looked_up = lookup(options, layout_of)
-        dtypes = {name: getattr(array, "dtype", None) for name, array in arrays.items()}
-        return cls(options, dtypes, looked_up, has_key(looked_up, arrays))
+        return cls(options, dtypes_of(arrays), looked_up, has_key(looked_up, arrays))
+
+    @property
+    def holds_contents(self) -> bool:
+        """As in `holds_contents`."""
+        return holds_contents(self.options, self.looked_up, self.dtypes)
+
+    @property
+    def held(self) -> tuple[Array, ...]:
+        """The arrays of CuPy from which kernels list the mask's blocks."""
+        contents = self.looked_up.contents
+        return () if contents is None or self.has_slots else contents.arrays
 
     @property
     def has_slots(self) -> bool:
         """True if the mask's arrays are among the operands."""
         return any(name.startswith(MASK) for name in self.dtypes)
 
-    def cached(self, what: str, make: Callable[[], _Made], *key: Hashable) -> _Made:
-        """Return an object that depends on the call and on a key, from the cache of calls if possible."""
-        full = None
-        if self.has_key and not checks.is_on():
-            full = self.looked_up.key(what, key, tuple(self.dtypes.items()), numbers_of(self.options.dropout))
+    def cached(self, what: str, make: Callable[[], _Made], *key: Hashable, is_general: bool = False) -> _Made:
+        """Return an object that depends on the call and on a key, from the cache of calls if possible.
+
+        If it is general, it does not depend on the contents of the arrays in `held`.
+        """
+        full, key = None, (*key, *self.dtypes.items())
+        if (self.has_key or is_general) and not checks.is_on():
+            full = self.looked_up.key(what, key, numbers_of(self.options.dropout))
         if full is not None:
             return from_cache(self.looked_up, full, make)
-        if (what, key) not in self._own:
-            self._own[what, key] = make()
-        own: _Made = self._own[what, key]
+        if (what, key) not in self.own:
+            self.own[what, key] = make()
+        own: _Made = self.own[what, key]
         return own
 
     def cached_plan(
@@ -156,6 +179,10 @@ class JaxCall:
         )  # fmt: skip
         ready = planned(of["q"], of["k"], of["v"], options)._without_arrays()
         return with_numbers(ready, numbers_of(self.options.dropout))
+
+
+def dtypes_of(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    return {name: getattr(array, "dtype", None) for name, array in arrays.items()}
 
 
 def mask_over(mask: MaskLike | None, arrays: Mapping[str, Array]) -> MaskLike | None:

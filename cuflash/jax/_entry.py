@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..planning.dropout_launches import numbers_of
 from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..scores import Score
-from ._call import JaxCall, from_cache, has_key, layout_of, mask_over, separated
+from ._call import JaxCall, dtypes_of, from_cache, has_key, holds_contents, layout_of, mask_over, separated
 from ._checks import array_reasons, has_data, holds_data, require, traced_reasons
 from ._primitives import bind
 
@@ -28,7 +28,8 @@ def called(
     """Compute `attention` with its options as one value.
 
     Calls with equal keys share a jitted function, which JAX compiles for each layout of arrays. Gradients outside of
-    `jax.jit` are those of this function: they are compiled once, too.
+    `jax.jit` are those of this function: they are compiled once, too. Calls with equal contents of a mask share the
+    plans and functions of their passes instead: XLA would compile a function for the contents of each mask.
     """
     options = _with_arrays_of_jax(options)
     without, arrays = separated(_of_jax(q), _of_jax(k), _of_jax(v), options)
@@ -37,15 +38,21 @@ def called(
     if have_data and type(return_lse) is bool and has_key(looked_up, names) and not checks.is_on():
         key = looked_up.key("jax", names, numbers_of(without.dropout), return_lse)
 
-    def make() -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]]:
+    def make() -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]] | dict[Hashable, Any]:
         refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
         refuse(array_reasons(arrays))
         if not have_data or not isinstance(options.executor, str):
             require(arrays, without._replace(mask=mask_over(without.mask, arrays)))
         run = partial(_forward, without, names, return_lse)
-        return run if key is None else jax.jit(run)
+        if key is None:
+            return run
+        return {} if holds_contents(without, looked_up, names) else jax.jit(run)
 
-    return from_cache(looked_up, key, make)(*arrays.values())
+    run = from_cache(looked_up, key, make)
+    if isinstance(run, dict):
+        o, lse = bind(JaxCall(without, dtypes_of(arrays), looked_up, False, run), "forward", arrays)
+        return (o, lse) if return_lse else o
+    return run(*arrays.values())
 
 
 def _forward(

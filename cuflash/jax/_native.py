@@ -71,6 +71,11 @@ def _address(function: Any) -> int:
     return address
 
 
+def number_of(flat: Flat) -> int:
+    """Return a digest of launches, which is the same in all processes."""
+    return int.from_bytes(hashlib.sha256(flat.text.encode()).digest()[:8], "little") >> 1
+
+
 class Handler:
     """The function that XLA calls, registered as `TARGET` for a platform.
 
@@ -114,7 +119,7 @@ class Handler:
         most = max((len(starts) for *_, starts in first.kernels), default=0)
         if not self._fits(len(first.words), first.num_buffers, most, device):
             return None
-        number = int.from_bytes(hashlib.sha256(first.text.encode()).digest()[:8], "little") >> 1
+        number = number_of(first)
         with self._lock:
             native = self._passes.get(number)
             if native is None:
@@ -138,7 +143,7 @@ class NativePass:
     Attributes
     ----------
     number : int
-        The attribute of the custom call: a digest of the launches, so that programs stored on disk are right in other
+        The attribute of the custom call, from `number_of`, so that programs stored on disk are right in other
         processes, too.
     """
 

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 import jax
-from jax._src import dispatch  # JAX has no public way to say that a lowering needs the devices of the call
+from jax._src import dispatch, util  # JAX has no public way to say what the last lines of this module say
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from ._call import JaxCall
-from ._runs import Pass, prepared
+from ._runs import Pass, executable, prepared
 from ._sharding import partitioned
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # JAX's names of platforms, in lowerings and of devices
@@ -145,12 +145,19 @@ def _lowered_on_shard(platform: str) -> Lowering:
 
 
 def _executed(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
-    """Run a pass on arrays with data, by a jitted function that the cache of calls holds."""
+    """Run a pass on arrays with data, by a function that the cache of calls holds."""
     one, in_memory = Pass(**parameters), tuple([array.shape for array in arrays])
     call, *key = one
-    run = call.cached("jax pass", lambda: jax.jit(partial(bind_pass, one)), *key, in_memory)
-    results: list[jax.Array] = run(*arrays)
-    return results
+    if call.holds_contents:
+        devices = {device for array in arrays if isinstance(array, jax.Array) for device in array.devices()}
+        if len(devices) == 1:
+            make = partial(executable, one, in_memory, *devices)
+            run = call.cached("jax executable", make, *key, in_memory, *devices, is_general=bool(call.held))
+            if run is not None:
+                return run(call.held, *arrays)
+    traced: Callable[..., list[jax.Array]]
+    traced = call.cached("jax pass", lambda: jax.jit(partial(bind_pass, one)), *key, in_memory)
+    return traced(*arrays)
 
 
 def _refused(*arrays: jax.Array, **parameters: Any) -> NoReturn:
@@ -171,5 +178,7 @@ _PASSES = ("forward", "jvp", "backward", "backward_jvp")
 PRIMITIVES = {name: _primitive(name, _lowered) for name in _PASSES}
 ON_SHARD = {name: _primitive(f"{name}_on_shard", _lowered_on_shard) for name in _PASSES}
 dispatch.prim_requires_devices_during_lowering.update(PRIMITIVES.values())
+# JAX's cache of types would keep masks and their lists otherwise.
+getattr(util, "weakref_cache_key_types", set[type]()).add(JaxCall)
 # The derivative of "jvp" with respect to everything except the tangents. It can only be transposed.
 PRIMITIVES["curvature"] = _primitive("curvature", lambda place: _refused)

@@ -13,18 +13,20 @@ import numpy as np
 from jax.experimental.buffer_callback import Buffer, buffer_callback
 
 from ..arrays import Array, ShapeDtype, accumulator_dtype
+from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
 from ..executors import checks, gpu, xla_gpu
 from ..executors._records import View
 from ..layouts import dense_strides
 from ..masks.one_array import at_each_call
+from ..planning._call_cache import CALLS
 from ..planning.dropout_launches import SEED
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT, MaskLike
 from ..plans.plan import Plan
 from ._call import MASK, JaxCall, mask_over
-from ._native import TARGET, NativePass, handler
+from ._native import TARGET, NativePass, handler, number_of
 
 if TYPE_CHECKING:
     from jax.experimental.buffer_callback import ExecutionContext
@@ -95,16 +97,51 @@ def prepared(
         Keeps an object as long as the compiled program. Without it, XLA calls Python.
     """
     runner: OnHost | OnGpu = RUNNERS[platform](one, shapes)
-    number = len(one.results)
-    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*one.results, *runner.scratch)]
-    native = runner.native(len(shapes)) if keep is not None else None
+    native = runner.native() if keep is not None else None
     if native is not None and keep is not None:
         keep(native)
+    return _called_by_xla(runner, native, one.results)
+
+
+def executable(
+    one: Pass, shapes: Sequence[tuple[int, ...]], device: jax.Device
+) -> Callable[..., list[jax.Array]] | None:
+    """Return the function that runs a pass on arrays with data on a device, without tracing it.
+
+    Passes that differ only in the contents of their masks share a function that XLA compiles, which takes the lists of
+    blocks as arrays; on the CPU XLA is not needed. Return None if the lists must be parts of the compiled function.
+    The function takes `call.held` before the arrays.
+    """
+    runner: OnHost | OnGpu = RUNNERS[device.platform](one, shapes, True)
+    if isinstance(runner, OnHost):
+        return partial(runner.on_data, one.results, device)
+    if not runner.takes_lists:
+        return None
+
+    def compiled() -> Any:
+        return jax.jit(_called_by_xla(runner, runner.native(), one.results))
+
+    key = "jax lists", None if one.call.held else runner.number(), tuple(one.results)
+    shared: Callable[..., list[jax.Array]] = compiled() if one.call.held else CALLS.get_or_make(key, compiled)
+    lists = [jax.device_put(each, device) for each in runner.lists]
+    return lambda held, *arrays: shared(*arrays, *lists, *map(_bytes_of, held))
+
+
+def _bytes_of(array: Array) -> jax.Array:
+    """Return a dense array of CuPy as bytes, without a copy."""
+    return jax.dlpack.from_dlpack(array.reshape(-1).view(np.uint8))
+
+
+def _called_by_xla(
+    runner: OnHost | OnGpu, native: NativePass | None, own: Sequence[ShapeDtype]
+) -> Callable[..., list[jax.Array]]:
+    """Return the function whose lowering makes XLA call a runner or, without Python, launch a native pass."""
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*own, *runner.scratch)]
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
         if native is None:
-            return list(buffer_callback(runner, results)(*arrays))[:number]
-        return list(jax.ffi.ffi_call(TARGET, results)(*arrays, call=np.int64(native.number)))[:number]
+            return list(buffer_callback(runner, results)(*arrays))[: len(own)]
+        return list(jax.ffi.ffi_call(TARGET, results)(*arrays, call=np.int64(native.number)))[: len(own)]
 
     return run
 
@@ -149,36 +186,44 @@ class OnHost:
     one : Pass
     shapes : sequence of tuple of int
         The shapes of the arrays in memory.
+    takes_lists : bool
+        True if each call passes the lists of blocks that the GPU's kernels read, as an array after the others.
     """
 
     scratch: Sequence[ShapeDtype] = ()
 
-    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]], takes_lists: bool = False) -> None:
         options = one.call.options
         _require_executor(options.executor, "cpu", "sim")
         executor = "cpu" if options.executor == "auto" else options.executor
         self._names, self._shapes, self._name = one.names, one.shapes, one.name
+        self._plan_of: Callable[[Mapping[str, Array]], Plan]
         if one.call.has_slots:  # the mask may differ at each call; everything else is checked now
-            plan = one.call.planned(executor, one.of, one.wrt, None)
-        else:
+            planned = partial(one.call.planned, executor, one.of, one.wrt)
+            plan, self._plan_of = planned(None), lambda arrays: planned(mask_over(options.mask, arrays))
+        else:  # the cache of calls may hold this object, which must not keep the mask
             plan = one.call.cached_plan(executor, one.of, one.wrt, lambda: options.mask)
-
-        def plan_of(arrays: Mapping[str, Array]) -> Plan:
-            if not one.call.has_slots:
-                return plan
-            return one.call.planned(executor, one.of, one.wrt, mask_over(options.mask, arrays))
-
-        self._plan_of = plan_of
+            self._plan_of = lambda arrays: plan
         self._read = _names_of_arrays(one, plan)
 
-    def native(self, num_arguments: int) -> None:
+    def native(self) -> None:
         """Return None: XLA calls Python."""
+
+    def on_data(
+        self, own: Sequence[ShapeDtype], device: jax.Device, held: tuple[Array, ...], *arrays: jax.Array
+    ) -> list[jax.Array]:
+        """Return the results, of these shapes and dtypes, of a pass on arrays with data on a device."""
+        results = [np.empty(each.shape, each.dtype) for each in own]
+        with _subnormal_numbers():
+            self._run(results, arrays)
+        is_placed = any(isinstance(array, jax.Array) and array.committed for array in arrays)
+        return [jax.device_put(result, device if is_placed else None) for result in results]
 
     def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
         with _subnormal_numbers():
             self._run(results, buffers)
 
-    def _run(self, results: Sequence[Buffer], buffers: Sequence[Buffer]) -> None:
+    def _run(self, results: Sequence[Array], buffers: Sequence[Array]) -> None:
         arrays = dict[str, Array]()
         for name, shape, buffer in zip(self._names, self._shapes, buffers):
             array = np.asarray(buffer)
@@ -192,9 +237,17 @@ class OnHost:
 
 
 class OnGpu:
-    """A pass on a GPU, with the interface of `OnHost`: it launches kernels on XLA's buffers, and waits for nothing."""
+    """A pass on a GPU, with the interface of `OnHost`: it launches kernels on XLA's buffers, and waits for nothing.
 
-    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]]) -> None:
+    Attributes
+    ----------
+    takes_lists : bool
+        True if calls pass the lists of blocks, or the arrays of CuPy from which kernels list them, after the arrays.
+    lists : list of uint8 arrays
+        These lists.
+    """
+
+    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]], takes_lists: bool = False) -> None:
         _require_executor(one.call.options.executor, "gpu")
         ready, contents = _gpu_plan(one), one.call.looked_up.contents
         plan = ready._plan
@@ -208,34 +261,50 @@ class OnGpu:
         self._read = _names_of_arrays(one, ready)
         places = {name: place for place, name in enumerate(one.names)}
         self._places = [places[name] for name in self._read]
-        self._of_mask, self._held = list[int](), tuple[Array, ...]()
-        if contents is not None and one.call.has_slots:
+        self._of_mask, self._held = list[int](), one.call.held if is_listed else ()
+        is_plain = plan.is_kernels_alone and plan.results(one.name) == plan.kernel_results(one.name)
+        is_plain = is_plain and not checks.is_on()
+        self.takes_lists, self.lists, starts = takes_lists and is_plain, list[Array](), None
+        self.takes_lists = self.takes_lists and _can_be_passed(one.call.held, work)
+        if one.call.has_slots and contents is not None:
             self._of_mask = [places[f"{MASK}{slot.number}"] for slot in contents.arrays]
-        elif contents is not None and is_listed:
-            self._held = contents.arrays
+        elif self.takes_lists:
+            if not is_listed and work.nbytes:
+                starts, lists = xla_gpu.packed(work.lists)
+                self.lists.append(lists)
+            self._of_mask = [len(shapes) + number for number in range(len(self._held or self.lists))]
+            self._held = ()
+        self._num_arguments = len(shapes) + (0 if one.call.has_slots else len(self._of_mask))
         self.scratch: list[ShapeDtype] = []
         self._results = [_view(each.dtype, each.shape, each.shape) for each in one.results]
-        is_plain = plan.is_kernels_alone and plan.results(one.name) == plan.kernel_results(one.name)
         self._xla_pass: xla_gpu.XlaPass | None = None
-        if is_plain and not checks.is_on():
+        if is_plain:
             inputs = plan.problem.keyed({name: self._views[name] for name in self._read})
             views = [view._replace(name=name) for name, view in inputs.items()]
-            self._xla_pass = xla_gpu.XlaPass(plan, one.name, views, is_listed)
+            self._xla_pass = xla_gpu.XlaPass(plan, one.name, views, is_listed, starts)
             if self._xla_pass.scratch_bytes:
                 self.scratch = [ShapeDtype((self._xla_pass.scratch_bytes,), np.dtype(np.uint8))]
         elif isinstance(work, WorkAtCall):
             self._lists_of = gpu.lists_of_calls(plan, work)
 
-    def native(self, num_arguments: int) -> NativePass | None:
+    def native(self) -> NativePass | None:
         """Return the pass that XLA launches without Python; None if Python has to prepare each call."""
         launches = self._xla_pass
         if launches is None or launches.has_own_lists or (of_device := handler()) is None:
             return None
+        return of_device(partial(self._flat, launches), nvrtc.current_number(), self._held)
+
+    def number(self) -> int:
+        """Return a digest of the launches, which are the same for all lists of similar lengths."""
+        assert self._xla_pass is not None
+        return number_of(self._flat(self._xla_pass, nvrtc.current_number()))
+
+    def _flat(self, launches: xla_gpu.XlaPass, device: int) -> xla_gpu.Flat:
+        """Return the launches on a device as numbers."""
         arrays = [xla_gpu.Source(place, 0) for place in self._places]
         of_mask = [xla_gpu.Source(place, 0) for place in self._of_mask]
         of_mask += [xla_gpu.Source(None, array.data.ptr) for array in self._held]
-        flat = partial(launches.flat, arrays, of_mask, self._numbers, num_arguments)
-        return of_device(flat, nvrtc.current_number(), self._held)
+        return launches.flat(arrays, of_mask, self._numbers, self._num_arguments, device)
 
     def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
         device = buffers[0].__dlpack_device__()[1]
@@ -264,6 +333,13 @@ class OnGpu:
                 read[AT_CALL] = self._lists_of(*of_mask)
             for buffer, view, result in zip(results, self._results, self._ready._run(self._name, read, {})):
                 xla_gpu.as_cupy(buffer, view, device)[...] = result
+
+
+def _can_be_passed(held: Sequence[Array], work: WorkList) -> bool:
+    """True if XLA can pass the mask's arrays, from which kernels list blocks, or the lists that the host has made."""
+    if held:
+        return isinstance(work, WorkAtCall) and all(array.size and array.flags.c_contiguous for array in held)
+    return all(isinstance(array, np.ndarray) for array in work.lists.values())
 
 
 def _gpu_plan(one: Pass) -> Plan:
@@ -298,4 +374,4 @@ def _view(dtype: np.dtype[np.generic], shape: tuple[int, ...], in_memory: tuple[
     return View("", dtype, shape, (*[0] * (len(shape) - len(strides)), *strides))
 
 
-RUNNERS: dict[str, Callable[[Pass, Sequence[tuple[int, ...]]], OnHost | OnGpu]] = {"cpu": OnHost, "gpu": OnGpu}
+RUNNERS: dict[str, Callable[..., OnHost | OnGpu]] = {"cpu": OnHost, "gpu": OnGpu}

@@ -267,6 +267,48 @@ FAULTS = {
             "executors/xla_gpu.py", "XlaPass.flat", "Source(scratch, self._lists_start)", "Source(scratch, 0)"
         ),
     },
+    interop_guards.new_contents_of_jax_compile_nothing: {
+        "lists are parts of functions": Edit(
+            "jax/_entry.py", "called", "{} if holds_contents(without, looked_up, names) else jax.jit(run)",
+            "jax.jit(run)",
+        ),
+        "the positions of lists are those of their lengths": Edit(
+            "executors/xla_gpu.py", "packed", "3 * max(_ALIGNMENT, 1 << ((array.nbytes - 1) // 3).bit_length())",
+            "-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT + 256 * (array.nbytes % 7)",
+        ),
+        "lists are not moved to their positions": Edit(
+            "executors/xla_gpu.py", "packed", "memory[start : start + array.nbytes]", "memory[: array.nbytes]"
+        ),
+        "all lists start where the first one starts": Edit(
+            "executors/xla_gpu.py", "XlaPass.flat", "each.offset + start", "each.offset"
+        ),
+        "Python launches with all lists where the first one starts": Edit(
+            "executors/xla_gpu.py", "XlaPass.launch", "[each + start for", "[each for"
+        ),
+        "addresses are those of lists in the plan's memory": Edit(
+            "executors/xla_gpu.py", "_ListsOfCalls.lists", "Lists({})", "super().lists(work)"
+        ),
+        "lists on the device are parts of functions": Edit(
+            "jax/_primitives.py", "_executed", "is_general=bool(call.held)", "is_general=False"
+        ),
+        "all calls share a function": Edit("jax/_runs.py", "executable", "else runner.number()", "else 0"),
+    },
+    interop_guards.contents_of_jax_on_the_host_are_right: {
+        "gradients are those of an edited mask": Edit(
+            "jax/_entry.py", "called", "looked_up, False, run)", "looked_up, True, run)"
+        ),
+        "edits are not seen": Edit(
+            "planning/lookup.py", "Lookup.find", "call if snapshot.is_current() else None", "call"
+        ),
+        "results are bound to a device": Edit(
+            "jax/_runs.py", "OnHost.on_data", "device if is_placed else None", "device"
+        ),
+        "runs keep masks": Edit(
+            "jax/_runs.py", "OnHost.__init__", "self._plan_of = lambda arrays: plan",
+            "self._plan_of = lambda arrays: (plan, one)[0]",
+        ),
+        "JAX keeps masks": Edit("jax/_primitives.py", None, "set[type]()).add(JaxCall)", "set[type]()).copy()"),
+    },
     interop_guards.traced_options_are_named: {
         "a traced scale is a number": Edit(
             "jax/_checks.py", "traced_reasons", "if is_tracer(options.scale):", "if False:"
@@ -285,7 +327,7 @@ FAULTS = {
         ),
         "a sink is left out": Edit("jax/_call.py", "JaxCall.planned", 'sink=of.get("sink")', "sink=None"),
         "calls do not differ by dtypes": Edit(
-            "jax/_call.py", "JaxCall.cached", "tuple(self.dtypes.items()), ", ""
+            "jax/_call.py", "JaxCall.cached", "(*key, *self.dtypes.items())", "key"
         ),
         "calls with and without lse share a function": Edit(
             "jax/_entry.py", "called", "numbers_of(without.dropout), return_lse)", "numbers_of(without.dropout))"
@@ -296,7 +338,7 @@ FAULTS = {
     },
     interop_guards.equal_calls_of_jax_are_traced_once: {
         "calls are traced again": Edit("jax/_call.py", "from_cache", "if key is not None:", "if False:"),
-        "gradients are traced again": Edit("jax/_entry.py", "called", "run if key is None else jax.jit(run)", "run"),
+        "gradients are traced again": Edit("jax/_entry.py", "called", "else jax.jit(run)", "else run"),
         "an array that is a mask is a constant": Edit(
             "jax/_call.py", "separated", "isinstance(mask, jax.Array)", "False"
         ),

@@ -433,6 +433,31 @@ def launches_of_xla_are_right(library: ModuleType) -> None:
                 check_case(library, machine.asarray, case)
 
 
+def new_contents_of_jax_compile_nothing(library: ModuleType) -> None:
+    """Compare eager calls with new lists with calls on CuPy's arrays, on a simulated GPU, with Python and without."""
+    jax = pytest.importorskip("jax")
+    from test_jax import on_a_machine
+    from test_jax_contents import ON_A_DEVICE, check_new_contents
+
+    with a_machine_for(library) as machine, jax.default_device(jax.devices("cpu")[0]):
+        for is_native in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                on_a_machine(patch, machine, library, is_native)
+                for kind in ("partial blocks", "lists per head", "an index on the device"):
+                    check_new_contents(library, ON_A_DEVICE[kind], machine.asarray)
+
+
+def contents_of_jax_on_the_host_are_right(library: ModuleType) -> None:
+    """Check eager calls with masks of NumPy arrays: edits, where results lie, and that nothing is left."""
+    jax = pytest.importorskip("jax")
+    from test_jax_contents import check_edits, check_places, check_that_nothing_is_left
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        check_edits(library)
+        check_places(library)
+        check_that_nothing_is_left(library, 4)
+
+
 def arrays_of_jax_are_right(library: ModuleType) -> None:
     """Check that results and gradients of JAX arrays, traced and not, equal those of NumPy arrays."""
     jax, module = pytest.importorskip("jax"), part(library, "jax")

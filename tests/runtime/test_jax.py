@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from types import SimpleNamespace
 
@@ -186,7 +187,8 @@ class _OnMachine:
 
     def __init__(self, runner, runs):
         self._runner, self.scratch, self._runs = runner, runner.scratch, runs
-        self.native = runner.native
+        self.native, self.number = runner.native, runner.number
+        self.takes_lists, self.lists = runner.takes_lists, runner.lists
 
     def __call__(self, context, results, *buffers):
         for buffer in results:  # memory of a device holds anything
@@ -203,10 +205,13 @@ def on_a_machine(monkeypatch, machine, library, is_native=False):
         host = np.asarray(buffer) if view.shape else np.asarray(buffer).view(np.uint64)[0:1].reshape(())
         return cupy_machine.Ndarray(np.broadcast_to(host, view.shape) if host.shape != view.shape else host, device)
 
+    part(library, "planning._call_cache").CALLS.clear()
+    gc.collect()  # functions that launch kernels on another stand-in
     monkeypatch.setattr(xla_gpu, "address", lambda buffer: np.asarray(buffer).ctypes.data)
     monkeypatch.setattr(xla_gpu, "as_cupy", as_cupy)
     monkeypatch.setattr(xla_gpu, "as_cupy_stream", lambda ptr: machine.streams[ptr])
     monkeypatch.setattr(xla_gpu, "MACHINE", xla_gpu.XlaGpu())
+    monkeypatch.setattr(runs, "_bytes_of", lambda array: jnp.array(array.host.reshape(-1).view(np.uint8)))
     monkeypatch.setattr(runs, "handler", lambda: xla_handler.on_cpu(library) if is_native else None)
     monkeypatch.setattr(part(library, "masks.fields"), "is_on_cuda", lambda name, value: isinstance(value, jax.Array))
     monkeypatch.setitem(runs.RUNNERS, "cpu", lambda *arguments: _OnMachine(runs.OnGpu(*arguments), runs))
