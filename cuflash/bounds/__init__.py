@@ -100,8 +100,9 @@ products x y, each with an error of |x| e_y + e_x (|y| + e_y) plus the roundings
 and then as for dS above, with |k| and |k_dot| for dq_dot, |q| and |q_dot| for dk_dot, |do| and |do_dot| for dv_dot.
 
 The 8 covers products with the scaled q or k that are scaled back. Sums over a group of heads and over broadcast axes
-count as one sum. Products that underflow in A have an error of wa each. Finally, everything is multiplied by 1.5, for
-the omitted products of small terms and for the freedom of compilers to contract and to reorder.
+count as one sum. Products that underflow in A have an error of wa each, and weights recomputed from lse one of
+min(P, wa), which is added wherever P (exp(eta') - 1) or P_s (exp(eta_s') - 1) stands. Finally, everything is multiplied
+by 1.5, for the omitted products of small terms and for the freedom of compilers to contract and to reorder.
 
 On tensor cores. tf32 has 11 significant bits: rounding two operands gives t = 2 2^-11 + 2^-22. tf32x3 splits an operand
 into x = hi + lo + rest, where hi is x rounded to tf32 and lo is x - hi rounded to 11 bits. For x between 2^e and

@@ -18,7 +18,7 @@ from executors import SIM
 from hypothesis import strategies as st
 from mutations.planting import Edit
 from mutations.python_guards import hunt
-from test_subnormals import KERNELS, SHAPE, beside_a_sink, beside_other_keys, dropped
+from test_subnormals import KERNELS, SHAPE, STRATEGIES
 
 SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 # A process can load only one runtime of the simulator, so each fault has a process, in which the copy is the library.
@@ -49,18 +49,18 @@ def launches_flush_as_gpus_do(library: ModuleType) -> None:
 
 
 def bounds_hold_where_weights_underflow(library: ModuleType) -> None:
-    """Check the copy's bounds on o against results of the simulator."""
+    """Check the copy's bounds against results of the simulator."""
     error_bound = import_module(f"{library.__name__}.bounds").error_bound
 
     def check(kernel: str, example: Example) -> None:
-        options = {"scale": example.scale, "sink": example.sink}
+        options = {"scale": example.scale, "sink": example.sink, "dlse": example.dlse}
         if (own := example.dropout) is not None:
             options["dropout"] = library.Dropout(own.p, own.seed, own.offset)
-        bounds = error_bound(example.q, example.k, example.v, **options)
-        o = replace(SIM, kernel=kernel).everything(example)["o"]
-        assert (np.abs(o - example.exact.o) <= bounds.o).all()
+        bounds = error_bound(example.q, example.k, example.v, example.do, **options)
+        for name, result in replace(SIM, kernel=kernel).everything(example).items():
+            assert (np.abs(result - getattr(example.exact, name)) <= getattr(bounds, name)).all(), name
 
-    for strategy in (beside_a_sink, beside_other_keys, dropped):
+    for strategy in STRATEGIES:
         for kernel in ("simt", "naive"):
             hunt(st.just(kernel), strategy(replace(SHAPE, dtype=KERNELS[kernel])), seeds=2, most=20)(check)
 
@@ -100,6 +100,10 @@ FAULTS = {
     },
     bounds_hold_where_weights_underflow: {
         "stored weights do not underflow": Edit("bounds/forward.py", "forward_tolerances", "+ model.wa)", ")"),
+        "recomputed weights do not underflow": Edit("bounds/gradients.py", "gap_of", "+ np.minimum(p, wa)", ""),
+        "weights of sinks do not underflow": Edit(
+            "bounds/gradients.py", "sink_weight", "+ np.minimum(p_sink, operands.model.wa)", ""
+        ),
         "nothing multiplies sums": Edit(
             "bounds/forward.py", "forward_tolerances", "weights.most * seqlen_kv * model.wa", "seqlen_kv * model.wa"
         ),
