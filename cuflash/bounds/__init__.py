@@ -32,9 +32,10 @@ that also divide by the row sum in each tile ("fa1") have tiles of b >= 8: b + 8
 
     tol_L = log(1 + r) + (k(n) + 8) ua + 4 ua (|m| + |L|)        four: log, two changes of base, the last addition
     tol_O = (1 + r) (sum_j P (exp(eta) - 1) |v| + r |O| + (up + t + 2 (k(n) + 8) ua) sum_j P exp(eta) |v|
-                     + sum_j min(P, wp / l) |v|) + u |O| + w
+                     + sum_j min(P, wp / l + wa) |v|) + u |O| + w
 
-O is a weighted mean of the rows of v for any weights, so tol_O is at most the spread of v plus the same roundings of
+The weights relative to the maximum may underflow, and P itself, where a kernel stores it or merges it with a sink. O
+is a weighted mean of the rows of v for any weights, so tol_O is at most the spread of v plus the same roundings of
 the largest |v|.
 
 The gradients. P is recomputed from the stored lse, so its error is eta' = eta + tol_L + 4 ua (|S| + |L|), and
@@ -65,14 +66,12 @@ sink's weight relative to those of the keys has the roundings of L', of a differ
 
     eta_s = 4 ua (|m| + |L'|) + 2 ua (|s| + |L'|) + 8 ua + e_s     r += P_s (exp(eta_s) - 1)
     tol_L += 4 ua ((1 - P_s) |L'| + 1)                             tol_O: plus 4 ua sum_j P exp(eta) |v|
-                                                                   plus sum_j min(P, wa exp(S - L')) |v|
     eta_s' = tol_L + 4 ua (|s| + |L|) + 4 ua + e_s                 delta = D - dlse, e_delta = e_D + 2 ua (|D| + |dlse|)
     tol_ds = sum_i (P_s (exp(eta_s') - 1) + (k(n) + 4) ua P_s exp(eta_s')) (|delta| + e_delta) + P_s e_delta
              + u |ds| + w                                          with u and w of the sink's dtype
 
-The last sum is there because exp2(L' - s) may underflow. O is then a weighted mean of the rows of v and of 0. e_s is 0,
-except for a float64 sink if A is float32: the sink is rounded to A when it is read, so that e_s = ua |s| + wa, and in
-rows without a key tol_L = e_s.
+Then O is a weighted mean of the rows of v and of 0. e_s is 0, except for a float64 sink if A is float32: the sink is
+rounded to A when it is read, so that e_s = ua |s| + wa, and in rows without a key tol_L = e_s.
 
 Dropout multiplies P by Z, which is 0 or 1 / (1 - p), before the products with v and dO, and multiplies dP by Z. So do
 the bounds, with two more roundings in sum_j Z P exp(eta) |v|, in |Z dP| and in dV: those of 1 / (1 - p) and of the
@@ -101,8 +100,9 @@ products x y, each with an error of |x| e_y + e_x (|y| + e_y) plus the roundings
 and then as for dS above, with |k| and |k_dot| for dq_dot, |q| and |q_dot| for dk_dot, |do| and |do_dot| for dv_dot.
 
 The 8 covers products with the scaled q or k that are scaled back. Sums over a group of heads and over broadcast axes
-count as one sum. Products that underflow in A have an error of wa each. Finally, everything is multiplied by 1.5, for
-the omitted products of small terms and for the freedom of compilers to contract and to reorder.
+count as one sum. Products that underflow in A have an error of wa each, and weights recomputed from lse one of
+min(P, wa), which is added wherever P (exp(eta') - 1) or P_s (exp(eta_s') - 1) stands. Finally, everything is multiplied
+by 1.5, for the omitted products of small terms and for the freedom of compilers to contract and to reorder.
 
 On tensor cores. tf32 has 11 significant bits: rounding two operands gives t = 2 2^-11 + 2^-22. tf32x3 splits an operand
 into x = hi + lo + rest, where hi is x rounded to tf32 and lo is x - hi rounded to 11 bits. For x between 2^e and

@@ -134,9 +134,7 @@ def forward_tolerances(operands: Operands) -> Forward:
 
     z, z_rounding = weights.factors, weights.roundoffs * ua
     o = (z * p) @ values
-    lost = np.minimum(p, model.wp * np.exp(row_max - lse))
-    of_keys = np.exp(np.where(allowed, score - lse_of_keys, -np.inf))  # weights without the sink
-    lost = lost + has_sink * np.minimum(p, model.wa * of_keys)
+    lost = np.minimum(p, model.wp * np.exp(row_max - lse) + model.wa)
     rounding = model.up + model.t + 2 * (k_n + 8) * ua + has_sink * 4 * ua + z_rounding
     first = (z * (p_excess + lost + rounding * (p + p_excess))) @ np.abs(values)
     cut = 0.0 if cuts is None else cuts.of_output(p + p_excess, allowed, np.exp(row_max - lse))

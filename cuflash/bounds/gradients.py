@@ -75,7 +75,7 @@ def weight_error(operands: Operands, forward: Forward, error: Array, least: Arra
     """Return the error of weights of dv, or of their tangents, after rounding and summation."""
     model = operands.model
     rounding = model.up + model.t + (model.k(terms) + 2) * model.ua + forward.z_rounding
-    return error + np.minimum(least, max(model.wp, model.wa)) + rounding * larger
+    return error + np.minimum(least, model.wp) + rounding * larger
 
 
 def summed(
@@ -94,14 +94,14 @@ def gap_of(operands: Operands, forward: Forward, cotangents: Cotangents) -> Gap:
     model, values, (do, dlse) = operands.model, operands.values, cotangents
     ua, wa, p, z, value_dim = model.ua, model.wa, forward.p, forward.z, values.shape[-1]
     eta = forward.eta + forward.tol_lse + 4 * ua * (np.abs(forward.score) + np.abs(forward.lse))
-    p_excess = excess_of(forward.log_p, p, eta)
+    p_excess = excess_of(forward.log_p, p, eta) + np.minimum(p, wa)
     dp = z * (do @ turned(values))
     rounding = (model.k(value_dim) + 2) * ua + model.t + forward.z_rounding
     e_dp = z * (rounding * (np.abs(do) @ turned(np.abs(values))) + value_dim * wa)
     d, e_d = _row_sums(operands, forward, do)
     g = dp - d + dlse
     e_g = e_dp + e_d + value_dim * wa + 2 * ua * (np.abs(dp) + np.abs(d) + np.abs(dlse))
-    e_df = (p_excess + np.minimum(p, wa) + 2 * ua * (p + p_excess)) * (np.abs(g) + e_g) + p * e_g + wa
+    e_df = (p_excess + 2 * ua * (p + p_excess)) * (np.abs(g) + e_g) + p * e_g + wa
     return Gap(p_excess, g, e_g, p * g, np.where(np.isneginf(forward.log_p), 0, e_df))
 
 
@@ -138,7 +138,7 @@ def sink_weight(operands: Operands, forward: Forward) -> tuple[Array, Array]:
     p_sink, ua = np.exp(forward.log_p_sink), operands.model.ua
     abs_sink = np.abs(np.where(np.isneginf(operands.logit), 0, operands.logit))
     eta = forward.tol_lse + operands.e_logit + 4 * ua * (abs_sink + np.abs(forward.lse)) + 4 * ua
-    return p_sink, excess_of(forward.log_p_sink, p_sink, eta)
+    return p_sink, excess_of(forward.log_p_sink, p_sink, eta) + np.minimum(p_sink, operands.model.wa)
 
 
 def sink_tolerance(
@@ -154,7 +154,7 @@ def sink_tolerance(
     terms = p_sink.size // max(1, sink.size)
     rounding = (model.k(terms) + 4) * model.ua
     larger = np.abs(factor) + e_factor
-    each = (excess + np.minimum(p_sink, model.wa) + rounding * (p_sink + excess)) * larger
+    each = (excess + rounding * (p_sink + excess)) * larger
     each, exact = (np.where(is_none, 0, x) for x in (each + p_sink * e_factor, -p_sink * factor))
     each, exact = (sum_to(np.sum(x, axis=(-1, -2)), sink.shape) for x in (each, exact))
     own = replace(model, u=roundoff(sink.dtype), w=underflow(sink.dtype), largest=float(limits(sink.dtype).max))

@@ -97,8 +97,8 @@ class Simulator:
 
     def launch(self, spec: KernelSpec, grid: int, shared_bytes: int, arguments: tuple[Any, ...]) -> None:
         """Run a kernel, and return when it has ended."""
-        kernel = _kernel(spec, self.sanitize)
-        kernel((grid,), spec.num_threads, arguments, shared_bytes, self.schedule, time_limit=self.time_limit)
+        kernel = partial(_kernel(spec, self.sanitize), time_limit=self.time_limit, flushes=spec.dtype != np.float64)
+        kernel((grid,), spec.num_threads, arguments, shared_bytes, self.schedule)
 
     def wait(self, launch: Launch) -> None:
         """Return immediately: launches have already ended."""

@@ -102,6 +102,7 @@ class _Request(ctypes.Structure):
         ("block", ctypes.c_uint32),
         ("time_limit", ctypes.c_double),
         ("schedule", _Schedule),
+        ("flushes", ctypes.c_int32),
     ]
 
 
@@ -140,6 +141,7 @@ class Kernel:
         schedule: Schedule = Schedule(),
         *,
         time_limit: float = 60.0,
+        flushes: bool = True,
     ) -> None:
         """Run every block of the grid under the schedule, and return when all have ended.
 
@@ -155,13 +157,16 @@ class Kernel:
             Dynamic shared memory per block.
         time_limit : float
             Seconds after which a launch is stopped if it has not ended.
+        flushes : bool
+            True if arithmetic counts subnormal operands and results as 0, as that of floats does on a GPU; False for
+            kernels that compute in double.
 
         Raises
         ------
         SimulationError
             The kernel broke a rule of CUDA.
         """
-        request = _Request(kernel=self._kernel, shared_bytes=shared_bytes, block=block, time_limit=time_limit)
+        request = _Request(self._kernel, None, shared_bytes, block=block, time_limit=time_limit, flushes=flushes)
         request.grid[:] = _grid(grid)
         if not 1 <= block <= _MAX_BLOCK:
             raise ValueError(f"block must be from 1 to {_MAX_BLOCK} threads; got {block}")
@@ -189,9 +194,8 @@ class Kernel:
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         offsets = (ctypes.c_uint64 * 2)()
         with _one_launch:
-            failed = self._runtime.cuflash_sim_launch(
-                ctypes.byref(request), message, ctypes.c_size_t(_MESSAGE_BYTES), offsets
-            )
+            room = ctypes.c_size_t(_MESSAGE_BYTES)
+            failed = self._runtime.cuflash_sim_launch(ctypes.byref(request), message, room, offsets)
         if failed:
             lines = [f"kernel {self.entry}: {message.value.decode(errors='replace')}"]
             words = ("this access is", "the other access is") if offsets[1] else ("interrupted",)

@@ -166,6 +166,13 @@ def choosing() -> None:
     test_selection_kernels.check_choice("sim", (scores, None, None, None, *rule))
 
 
+def choosing_from_wide_rows() -> None:
+    """Choose the half of each row with scores of 4: two sums find their places, where others need 33 and minutes."""
+    scores = np.where(np.arange(1056) % 2, np.float32(4), np.float32(0.5)) * np.ones((1, 2, 1), np.float32)
+    rule = test_selection_kernels.Budget(top_k=528), test_selection_kernels.Forced(diagonal=False)
+    test_selection_kernels.check_choice("sim", (scores, None, None, None, *rule, (2, 1056), (1, 1), 0, False))
+
+
 def of_many_elements() -> tuple[Any, Any, Any]:
     shape, mask, block = test_list_kernels.MANY[0]
     return mask, shape, block
@@ -245,6 +252,7 @@ WITHIN_BLOCKS: dict[str, Callable[[], None]] = {
     "lists_key_scores": lambda: test_selection_kernels.check_key_scores(np.float32),
     "lists_slash_sums": lambda: test_selection_kernels.check_slashes((41, 1400), 1359),
     "lists_choose": choosing,
+    "lists_choose_wide": choosing_from_wide_rows,
     "lists_pool": test_selection_kernels.check_means,
     "lists_ranks": lambda: test_list_kernels.made_by_kernels(*of_many_elements()),
     "results_merge": test_result_kernels.check_merges,

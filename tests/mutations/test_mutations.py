@@ -29,14 +29,14 @@ from mutations import (
     kernel_guards, kit, kv_cache, lists, mask_algebra, mask_inputs, mass_guards, non_finite, planting,
     prefill, pullbacks, python, python_guards, query_selectors, ranks, results, reuse, score_kernels,
     score_products, scores, selector_guards, selectors, sequences, simt, sinks, sm80, sm90_backward,
-    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, tangent_kernels,
-    tangents, tile,
+    sm90_backward_rows, sm90_backward_wide, sm90_forward, sm90_guards, staged_arrays, study, subnormals,
+    tangent_kernels, tangents, tile,
 )  # fmt: skip
 from mutations.planting import Edit, planted
 
 OF_INPUTS = (
     calls, mask_inputs, sequences, kv_cache, interop, fp8, study, cache_steps, reuse, pullbacks, kit, chosen, tangents,
-    ranks, faults_on_purpose,
+    ranks, faults_on_purpose, subnormals,
 )  # fmt: skip
 # Faults of Python and of kernels.
 OF_BOTH = (

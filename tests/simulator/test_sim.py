@@ -100,6 +100,26 @@ def test_a_launch_is_repeated_bit_for_bit_by_its_schedule() -> None:
         assert first.tobytes() == again.tobytes()
 
 
+# ---- subnormal numbers; tests/kernels/test_probes.py tests which operations keep them ----
+
+DOUBLED = 'extern "C" __global__ void doubled(float* x, double* y) { *x += *x, *y += *y; }'
+
+
+def keeps_subnormals() -> bool:
+    """Return whether this thread computes with subnormal numbers."""
+    return bool(np.array(1e-40, np.float32) * np.float32(0.5) > 0)
+
+
+@pytest.mark.parametrize("resident_blocks", [1, 2])
+def test_a_launch_flushes_subnormal_numbers_and_its_thread_does_not(resident_blocks: int) -> None:
+    x, y = np.full(1, 1e-40, np.float32), np.full(1, 1e-310)
+    schedule = sim.Schedule(resident_blocks=resident_blocks)
+    build(DOUBLED, "doubled")(1, 1, (x, y), 0, schedule, flushes=False)
+    assert x == np.float32(1e-40) * 2 and y == 2e-310
+    build(DOUBLED, "doubled")(2, 1, (x, y), 0, schedule)
+    assert x == 0 and keeps_subnormals()
+
+
 # ---- broken rules ----
 
 BUGS = """#include <ptx/barrier.cuh>
@@ -254,6 +274,7 @@ def test_a_broken_rule_is_reported_at_its_line(name: str) -> None:
     with pytest.raises(sim.SimulationError, match=FOUND[name].replace("{line}", str(line))) as caught:
         run_bug(name)
     assert "block (0, 0, 0)" in str(caught.value) and "under Schedule(seed=0, " in str(caught.value)
+    assert keeps_subnormals()
     run_bug("")  # the error does not disturb the next launch
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
 from pathlib import Path
@@ -112,7 +112,8 @@ class Launch:
             elif isinstance(x, TensorMap):
                 passed[place] = simulated(x.of(inputs[x.place]), inputs[x.place].ctypes.data)
         kernel = sim.build(self.text(host=True), self.entry)
-        kernel(self.grid, self.block, tuple(passed), self.shared_bytes, schedule)
+        flushes = "double" not in self.constants.values()
+        kernel(self.grid, self.block, tuple(passed), self.shared_bytes, schedule, flushes=flushes)
         return {place: x for place, x in enumerate(inputs) if isinstance(x, np.ndarray)}
 
     def on_gpu(self) -> dict[int, Any]:
@@ -206,20 +207,22 @@ def matrices() -> Launch:
     )  # fmt: skip
 
 
-def mma() -> Launch:
+def mma(units: Sequence[float] = (1, 1, 1)) -> Launch:
+    """Multiply small integers times a unit for each dtype: every sum is exact, so an element at a wrong place shows."""
     rng = np.random.default_rng(1)
     arguments, expected = [], {}
-    for dtype, depth in ((np.float16, 16), (ml_dtypes.bfloat16, 16), (np.float32, 8)):
-        # Small integers: every sum is exact, so an element at a wrong position shows.
+    for dtype, depth, unit in zip((np.float16, ml_dtypes.bfloat16, np.float32), (16, 16, 8), units):
         a, b = rng.integers(-8, 9, (16, depth)), rng.integers(-8, 9, (depth, 8))
-        d = rng.integers(-99, 99, (16, 8)).astype(np.float32)
+        d = rng.integers(-99, 99, (16, 8))
         columns = b.T if depth == 16 else b
-        stored = [a.astype(dtype), np.ascontiguousarray(columns).astype(dtype)]
-        arguments += [x.view(np.uint16) if depth == 16 else x for x in stored] + [d]
-        expected[len(arguments) - 1] = Expected(d + (a @ b).astype(np.float32))
+        stored = [(unit * a).astype(dtype), np.ascontiguousarray(columns).astype(dtype)]
+        arguments += [x.view(np.uint16) if depth == 16 else x for x in stored]
+        arguments += [(unit * d).astype(np.float32)]
+        expected[len(arguments) - 1] = Expected((unit * (d + a @ b)).astype(np.float32))
     return Launch(
-        name="mma", file="mma", entry="mma", block=32, shared_bytes=1024, arguments=tuple(arguments), expected=expected
-    )
+        name=f"mma in units of {units}", file="mma", entry="mma", block=32, shared_bytes=1024,
+        arguments=tuple(arguments), expected=expected,
+    )  # fmt: skip
 
 
 def mma_double(rows: int) -> Launch:
@@ -342,6 +345,33 @@ def math() -> Launch:
     return Launch(
         name="conversions and functions", file="math", entry="math", block=64, grid=4, arguments=tuple(arguments),
         expected=expected,
+    )  # fmt: skip
+
+
+def subnormals() -> Launch:
+    """Compute with subnormal floats: a GPU flushes them, except in a few instructions."""
+    rng, least = np.random.default_rng(4), np.finfo(np.float32).tiny
+    x, y = (np.exp2(rng.uniform(-140, -116, 32)).astype(np.float32) for _ in range(2))
+    y[::4] = x[::4] * 1e5  # normal, unlike x, in most lanes
+    y[1::4] = np.exp2(rng.uniform(-20, 5, 8))
+    z = np.exp2(rng.uniform(-150, -110, 32))
+    bits = rng.integers(1, 128, 32).astype(np.uint16)  # subnormal as bfloat16 and as float16
+
+    def flushed(numbers: Any) -> Any:
+        return np.where(np.abs(numbers) < least, 0, numbers).astype(np.float32)
+
+    a, b = flushed(x).astype(float), flushed(y).astype(float)
+    with np.errstate(divide="ignore"):
+        exact = (a + b, a * b, a * b + a, np.maximum(a, b), np.where(a < b, 1, 2), np.log(a), z, np.sqrt(a))
+    unflushed = np.stack([np.minimum(x, y), np.maximum(x, y), z.astype(np.float32), bits * 2.0**-133], axis=1)
+    halves = (bits.view(np.float16) / 2).view(np.uint16)
+    arguments = (x, y, z, bits, np.zeros((32, 8), np.float32), np.zeros((32, 4), np.float32),
+                 np.zeros((32, 2), np.uint16), y.copy())  # fmt: skip
+    return Launch(
+        name="subnormal numbers", file="subnormals", entry="subnormals", block=32, arguments=arguments,
+        expected={4: Expected(np.stack([flushed(each) for each in exact], axis=1), ulps=4),
+                  5: Expected(unflushed.astype(np.float32)), 6: Expected(np.stack([bits, halves], axis=1)),
+                  7: Expected(flushed(a + b))},
     )  # fmt: skip
 
 
@@ -778,12 +808,14 @@ def _operand(matrix: Any, major: int, width: int) -> tuple[Any, Any]:
     return image, np.array((_SWIZZLES[width], leading, stride, starts), _OPERAND)
 
 
-def group_products(dtype: str, columns: int, adds: bool) -> Launch:
+def group_products(dtype: str, columns: int, adds: bool, unit: float = 1.0) -> Launch:
+    """Multiply small integers; those of a, and of the sums before, are multiplied by a power of two."""
     rng = np.random.default_rng(columns)
     depth = 128 // np.dtype(_numpy(dtype)).itemsize
     a, b = (rng.integers(-8, 9, shape).astype(_numpy(dtype)) for shape in ((64, depth), (columns, depth)))
-    before = rng.integers(-99, 99, (64, columns)).astype(np.float32)
-    after = a.astype(np.float32) @ b.astype(np.float32).T + (before if adds else 0)
+    a = (a * np.array(unit, a.dtype)).astype(a.dtype)
+    before = (unit * rng.integers(-99, 99, (64, columns))).astype(np.float32)
+    after = (a.astype(float) @ b.astype(float).T + (before if adds else 0)).astype(np.float32)
     a, b = a.view(np.uint16), b.view(np.uint16)  # two 8-bit elements are copied as one 16-bit element
     forms, images = [], []
     majors = [(0, 0), (2, 0)] if depth == 128 else itertools.product((0, 1, 2), (0, 1))
@@ -798,8 +830,9 @@ def group_products(dtype: str, columns: int, adds: bool) -> Launch:
     fragments = np.ascontiguousarray(pairs.transpose(3, 0, 2, 5, 4, 1))  # axes: step, warp, g, t, then a[0] to a[3]
     right = np.broadcast_to(after, (len(forms), 64, columns))
     return Launch(
-        name=f"wgmma {dtype} of {columns} columns" + ", adding" * adds, file="wgmma", entry="products", block=128,
-        architecture=HOPPER, shared_bytes=images[0].size, constants={"T": (ELEMENTS | E4M3)[dtype], "kN": columns},
+        name=f"wgmma {dtype} of {columns} columns, in units of {unit}" + ", adding" * adds, file="wgmma",
+        entry="products", block=128, architecture=HOPPER, shared_bytes=images[0].size,
+        constants={"T": (ELEMENTS | E4M3)[dtype], "kN": columns},
         arguments=(np.stack(forms).view(np.uint8).reshape(len(forms), -1), np.int32(len(forms)), np.stack(images),
                    np.int32(images[0].size), fragments, before, np.int32(adds), right * 0),
         expected={7: Expected(right)},
@@ -1053,11 +1086,13 @@ TF32 = (
 LAUNCHES = (
     matrices(),
     mma(),
+    mma((2.0**-24, 2.0**-133, 2.0**-133)),
     *map(mma_double, (8, 16)),
     words(),
     atomics(),
     *map(exact_sums, ("float32", "float64")),
     math(),
+    subnormals(),
     copy(),
     *(tile_loads(*case) for case in TILES),
     *(tile_loads(*TILES[3], axis=axis) for axis in (0, 1)),
@@ -1071,6 +1106,8 @@ LAUNCHES = (
     *(group_products(dtype, columns, columns % 32 == 0)
       for columns, dtype in in_turn((*range(16, 257, 32), 40, *range(32, 257, 32)), ("float16", "bfloat16"))),
     *(group_products("float8_e4m3fn", columns, columns % 32 == 0) for columns in (16, 40, 128)),
+    group_products("float16", 16, True, 2.0**-24),
+    group_products("bfloat16", 16, True, 2.0**-133),
     e4m3_packs(),
     *(two_e4m3_products(*sizes) for sizes in ((64, 64, 64), (128, 128, 128))),
     *map(e4m3_accumulation, ("any", "few", "normal", "positive", "subnormal")),

@@ -15,25 +15,23 @@ CUFLASH_DEVICE float exp2_approx(float x) {
 }
 
 CUFLASH_DEVICE float log2_approx(float x) {
-  const float y = ::log2f(__builtin_fabsf(x) < 0x1p-126f ? 0.0f : x);
+  const float y = ::log2f(sim::flushed(x));
   return y != y ? __uint_as_float(kCanonicalNan) : y;
 }
 
-CUFLASH_DEVICE float reciprocal_approx(float x) {
-  const float y = 1 / (__builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0, x) : x);
-  return __builtin_fabsf(y) < 0x1p-126f ? __builtin_copysignf(0, y) : y;
-}
+CUFLASH_DEVICE float reciprocal_approx(float x) { return sim::flushed(1 / sim::flushed(x)); }
 
 CUFLASH_DEVICE float exp2_accurate(float x) { return ::exp2f(x); }
 CUFLASH_DEVICE double exp2_accurate(double x) { return ::exp2(x); }
-CUFLASH_DEVICE float log2_accurate(float x) { return ::log2f(x); }
+// Some C libraries scale subnormal operands of logarithms and powers, which fails if operations flush them.
+CUFLASH_DEVICE float log2_accurate(float x) { return ::log2f(sim::flushed(x)); }
 CUFLASH_DEVICE double log2_accurate(double x) { return ::log2(x); }
-CUFLASH_DEVICE float log_accurate(float x) { return ::logf(x); }
+CUFLASH_DEVICE float log_accurate(float x) { return ::logf(sim::flushed(x)); }
 CUFLASH_DEVICE double log_accurate(double x) { return ::log(x); }
 
 CUFLASH_DEVICE float exp_accurate(float x) { return ::expf(x); }
 CUFLASH_DEVICE double exp_accurate(double x) { return ::exp(x); }
-CUFLASH_DEVICE float pow_accurate(float x, float y) { return ::powf(x, y); }
+CUFLASH_DEVICE float pow_accurate(float x, float y) { return ::powf(sim::flushed(x), y); }
 CUFLASH_DEVICE double pow_accurate(double x, double y) { return ::pow(x, y); }
 CUFLASH_DEVICE float sqrt_accurate(float x) { return ::sqrtf(x); }
 CUFLASH_DEVICE double sqrt_accurate(double x) { return ::sqrt(x); }
@@ -41,7 +39,7 @@ CUFLASH_DEVICE double tanh_accurate(double x) { return ::tanh(x); }
 
 // Computes the hyperbolic tangent, and truncates it to the bits that the instruction's error leaves correct.
 CUFLASH_DEVICE float tanh_approx(float x) {
-  const float y = ::tanhf(x);
+  const float y = sim::flushed(x) == 0 ? x : ::tanhf(x);
   return y != y ? __uint_as_float(kCanonicalNan) : __uint_as_float(__float_as_uint(y) & 0xffffe000u);
 }
 
@@ -51,17 +49,18 @@ CUFLASH_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c);
 template <class T>
 CUFLASH_DEVICE T rounded_to(double x);
 template <>
-CUFLASH_DEVICE float rounded_to<float>(double x) { return static_cast<float>(x); }
+CUFLASH_DEVICE float rounded_to<float>(double x) { return sim::rounded_float(x); }
 template <>
 CUFLASH_DEVICE double rounded_to<double>(double x) { return x; }
 
 CUFLASH_DEVICE float min_or_nan(float x, float y) {
-  return x != x || y != y ? __uint_as_float(kCanonicalNan) : x < y ? x : y;
+  return x != x || y != y ? __uint_as_float(kCanonicalNan) : sim::exact_double(x) < sim::exact_double(y) ? x : y;
 }
 
 CUFLASH_DEVICE float larger_magnitude(float x, float y) {
   const float magnitude = ::fabsf(y);
-  return x != x || y != y ? __uint_as_float(kCanonicalNan) : x < magnitude ? magnitude : x;
+  if (x != x || y != y) return __uint_as_float(kCanonicalNan);
+  return sim::exact_double(x) < sim::exact_double(magnitude) ? magnitude : x;
 }
 
 CUFLASH_DEVICE uint32_t bits_at_or_above(int first) { return first > 31 ? 0 : ~0u << (first < 0 ? 0 : first); }

@@ -6,6 +6,7 @@
 #include "floats.hpp"
 #include "memory.hpp"
 #include "residents.hpp"
+#include "subnormals.hpp"
 
 namespace cuflash::sim {
 
@@ -221,9 +222,11 @@ void write_target(const Cta& cta, Transfer& store) {
       if (!store.adds) memcpy(piece.global + piece.first, from + piece.first, count);
       else if (store.type == Type::single)
         for (int at = piece.first; at < piece.last; at += 4) add<float, sum_single>(piece.global + at, from + at);
-      else
+      else {
+        const Subnormals of_16_bits(false);
         for (int at = piece.first; at < piece.last; at += 2)
           (store.type == Type::half ? add<uint16_t, sum_half> : add<uint16_t, sum_bfloat16>)(piece.global + at, from + at);
+      }
     }
     release(store.engine);
   });

@@ -168,6 +168,7 @@ struct Request {
   uint32_t block;
   double time_limit;   // seconds
   Schedule schedule;
+  int32_t flushes;
 };
 
 struct Residents;   // residents.hpp

@@ -7,11 +7,31 @@
 
 namespace cuflash::sim {
 
+// Returns a zero for a subnormal number.
+inline float flushed(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return (bits & 0x7f800000) == 0 ? std::bit_cast<float>(bits & 0x80000000) : x;
+}
+
+// Conversions between float and double that keep subnormal floats even while operations flush them.
+inline double exact_double(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
+  if (magnitude >= 0x00800000) return x;
+  return static_cast<double>(magnitude) * (bits == magnitude ? 0x1p-149 : -0x1p-149);
+}
+
+inline float rounded_float(double x) {
+  const double magnitude = x < 0 ? -x : x;
+  if (!(magnitude < 0x1p-126)) return static_cast<float>(x);
+  const double units = magnitude * 0x1p149 + 0x1p52;  // to nearest, ties to even
+  const auto sign = static_cast<uint32_t>(std::bit_cast<uint64_t>(x) >> 32 & 0x80000000);
+  return std::bit_cast<float>(static_cast<uint32_t>(units - 0x1p52) | sign);
+}
+
 inline float half_to_float(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, rest = bits & 0x7fff;
-  // Read as a float, the exponent is 112 too small. One exact multiplication corrects this, also for subnormal numbers.
-  const uint32_t scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 13) * 0x1p112f);
-  return std::bit_cast<float>((rest >= 0x7c00 ? 0x7f800000 | rest << 13 : scaled) | sign);
+  if (rest < 0x400) return std::bit_cast<float>(std::bit_cast<uint32_t>(static_cast<float>(rest) * 0x1p-24f) | sign);
+  return std::bit_cast<float>((rest >= 0x7c00 ? 0x7f800000 | rest << 13 : 0x38000000 + (rest << 13)) | sign);
 }
 
 inline uint16_t float_to_half(float x) {
@@ -45,8 +65,8 @@ inline uint32_t float_to_tf32(float x) {
 inline float e4m3_to_float(uint8_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x80) << 24, rest = bits & 0x7f;
   if (rest == 0x7f) return std::bit_cast<float>(0x7fc00000 | sign);
-  // Read as a float the exponent is 120 too small.
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(std::bit_cast<float>(rest << 20) * 0x1p120f) | sign);
+  if (rest < 8) return std::bit_cast<float>(std::bit_cast<uint32_t>(static_cast<float>(rest) * 0x1p-9f) | sign);
+  return std::bit_cast<float>((0x3c000000 + (rest << 20)) | sign);
 }
 
 // Rounds to nearest, ties to even; magnitudes above 448 become 448.

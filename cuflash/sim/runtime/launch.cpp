@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "residents.hpp"
+#include "subnormals.hpp"
 #include "watchdog.hpp"
 
 namespace cuflash::sim {
@@ -252,6 +253,7 @@ extern "C" int cuflash_sim_launch(const cuflash::sim::Request* request, char* me
   {
     FaultHandlers faults;
     Watchdog watchdog(request->time_limit);
+    const Subnormals of_floats(request->flushes);
     run_grid();
   }
   const bool failed = mine->failed;

@@ -1,6 +1,7 @@
 // ldmatrix, stmatrix and mma on the operands of a whole warp. Diagrams in kernels_cu/ptx show which lane has which element.
 #include "cta.hpp"
 #include "eight.hpp"
+#include "subnormals.hpp"
 
 namespace cuflash::sim {
 
@@ -49,6 +50,7 @@ CUFLASH_SIM_WITHIN void multiply_add(const float (&a)[16][kDepth], const Eight (
 }
 
 CUFLASH_SIM_WIDE void mma_m16n8k16(void* const* arguments, bool is_bfloat16) {
+  const Subnormals of_tensor_cores(false);
   float a[16][16];
   Eight b[16];
   for (int lane = 0; lane < 32; ++lane) {
@@ -68,6 +70,7 @@ template <bool kIsBFloat16>
 void execute_mma_m16n8k16(void* const* arguments, uint32_t) { mma_m16n8k16(arguments, kIsBFloat16); }
 
 CUFLASH_SIM_WIDE void execute_mma_m16n8k8_tf32(void* const* arguments, uint32_t) {
+  const Subnormals of_tensor_cores(false);
   const auto to_float = [](uint32_t bits) { return std::bit_cast<float>(bits & ~0x1fffu); };
   float a[16][8];
   Eight b[8];
@@ -83,6 +86,7 @@ CUFLASH_SIM_WIDE void execute_mma_m16n8k8_tf32(void* const* arguments, uint32_t)
 // PTX does not specify the order in which doubles are summed. The simulator uses the order of the columns of a.
 template <int kRows>
 void execute_mma_double(void* const* arguments, uint32_t) {
+  const Subnormals of_tensor_cores(false);
   const auto lane = [&](int i) -> MmaDoubleLane& { return *static_cast<MmaDoubleLane*>(arguments[i]); };
   for (int i = 0; i < 32; ++i)
     for (int e = 0; e < kRows / 4; ++e)

@@ -8,6 +8,7 @@
 #include "eight.hpp"
 #include "floats.hpp"
 #include "memory.hpp"
+#include "subnormals.hpp"
 
 namespace cuflash::sim {
 
@@ -240,6 +241,7 @@ CUFLASH_SIM_WIDE void multiply_e4m3(Product& product) {
 
 // Computes a product from the operands that it has read.
 CUFLASH_SIM_WIDE void multiply(Product& product) {
+  const Subnormals of_tensor_cores(false);
   const WgmmaLane& lane = product.lane;
   if (lane.element == WgmmaElement::kFloat8E4M3) return multiply_e4m3(product);
   const bool is_bfloat16 = lane.element == WgmmaElement::kBFloat16;
