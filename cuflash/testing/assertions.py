@@ -31,7 +31,7 @@ from ..bounds.rounding import limits
 from ..dropout import Dropout
 from ..keywords import explains_keywords
 from ..masks.base import Mask
-from ..masks.content import without_memos
+from ..masks.content import Memoized
 from ..planning.problem import Problem
 from ..scores.score import Score
 from ..scores.trace import shifted_by
@@ -53,7 +53,7 @@ class Attend(Protocol):
 
 @explains_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Example:
+class Example(Memoized):
     """The operands of one call, with the exact results and the error bounds.
 
     Parameters
@@ -102,9 +102,6 @@ class Example:
     precision: str = "ieee"
     product_dtype: DTypeLike | None = None
     origin: str = ""
-
-    def __getstate__(self) -> Any:
-        return without_memos(self)
 
     def but(self, **changes: Any) -> Example:
         """Copy the example with some operands replaced.
