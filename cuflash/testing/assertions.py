@@ -533,7 +533,6 @@ def assert_exact_probes(attend: Attend, example: Example) -> float:
     return max([probe(attend, example) for probe in probes] + [assert_wide_accumulators(attend, example.q.dtype)])
 
 
-@explains_keywords
 def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
     """Assert that lse is log(number of keys) for q = 0, for which every weight is 1.
 
@@ -546,7 +545,6 @@ def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
     return assert_within("lse", lse, exact, 4 * _roundoffs(example)[1] * np.abs(exact), _probe("q = 0", example))
 
 
-@explains_keywords
 def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
     """Assert that for q = 0 and v = 1, o is 1 up to one last place, and 0 in a row without keys."""
     __tracebackhide__ = True
@@ -555,7 +553,6 @@ def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
     return assert_within("o", o, exact, 2 * _roundoffs(example)[0], _probe("q = 0, v = 1", example))
 
 
-@explains_keywords
 def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
     """Assert that each row attends the keys of the mask.
 
@@ -578,7 +575,6 @@ def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
     return max(ratios)
 
 
-@explains_keywords
 def assert_means_are_exact(attend: Attend, example: Example) -> float:
     """Assert that for q = 0 and integers in v, o is the mean over a row's keys up to the rounding of the division."""
     __tracebackhide__ = True
@@ -590,7 +586,6 @@ def assert_means_are_exact(attend: Attend, example: Example) -> float:
     return assert_within("o", o, exact, _two_roundings(example, exact), _probe("q = 0, v = integers", example))
 
 
-@explains_keywords
 def assert_wide_accumulators(attend: Attend, dtype: DTypeLike) -> float:
     """Assert that accumulators are wider than the storage dtype, by one key of weight 1 and 8192 keys of tiny weights.
 

@@ -50,7 +50,6 @@ NON_FINITE = ("nan", "inf", "-inf")
 # Sizes
 
 
-@explains_keywords
 def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     """Return a strategy for sequence lengths: primes, and lengths near multiples of the tile.
 
@@ -64,7 +63,6 @@ def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     return st.one_of(primes, *(each.map(lambda length: min(max(length, 0), longest)) for each in around))
 
 
-@explains_keywords
 def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[tuple[int, int]]:
     """Return a strategy for (num_heads, num_kv_heads), with groups of 1, 2, 3, 7 or 8 query heads.
 
@@ -75,13 +73,11 @@ def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[t
     return st.sampled_from(pairs + several)
 
 
-@explains_keywords
 def head_dims(widest: int = 256) -> st.SearchStrategy[int]:
     """Return a strategy for head_dim and value_dim: powers of two, numbers next to them, and common sizes of models."""
     return st.sampled_from([dim for dim in HEAD_DIMS if dim <= widest])
 
 
-@explains_keywords
 def scales() -> st.SearchStrategy[float | None]:
     """Return a strategy for the scale: half of the time None (1 / sqrt(head_dim)), otherwise -0.5 or 1e-3 to 1e4."""
     return st.none() | st.sampled_from(SCALES)
@@ -90,7 +86,6 @@ def scales() -> st.SearchStrategy[float | None]:
 # Memory layouts
 
 
-@explains_keywords
 def layouts() -> st.SearchStrategy[str]:
     """Return a strategy for names of memory layouts, see `laid_out`."""
     return st.sampled_from(LAYOUTS)
@@ -475,7 +470,6 @@ def _layouts(names: Sequence[str]) -> st.SearchStrategy[tuple[str, ...]]:
     return st.one_of(*contiguous, st.tuples(*[st.sampled_from(tuple(names))] * 5))
 
 
-@explains_keywords
 def dropouts() -> st.SearchStrategy[Dropout]:
     """Return a strategy for dropouts, including the ends of the ranges of probabilities, seeds and offsets."""
     probabilities = st.sampled_from((0, 2.0**-8, 0.1, 0.5, 1 - 2.0**-8)) | st.floats(2.0**-8, 0.9)
@@ -484,7 +478,6 @@ def dropouts() -> st.SearchStrategy[Dropout]:
     return st.builds(Dropout, probabilities, seeds, offsets)
 
 
-@explains_keywords
 @st.composite
 def sinks(
     draw: st.DrawFn, shape: MaskShape, dtype: str, dtypes: Sequence[str] | None = None, broadcasts: bool = True
