@@ -313,7 +313,7 @@ FAULTS = {
             "score, e_score = np.where(allowed, final.f, 0), 0 * e_score",
         ),
         "the bound has no slope": Edit(
-            "bounds/gradients.py", "_through_slope", "e_ds = slope * e_df +", "e_ds = 0 * e_df +"
+            "bounds/gradients.py", "through_slope", "e_ds = slope * e_df +", "e_ds = 0 * e_df +"
         ),
         "the bound of an array's gradient is that of one read": Edit(
             "bounds/captured.py", "_gradient_tolerance", "), (tolerance, terms), (masses, mass))", "), (masses, mass))"
