@@ -217,7 +217,7 @@ class BlockIndex(Memoized):
             assert make_on_device is not None  # set when the executors are imported
             return make_on_device(None, mask, shape, block, key)
         blocks = classify(mask.resolve(shape), shape, block)
-        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **blocks._asdict())
+        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **blocks)
 
     @classmethod
     def from_blocks(
