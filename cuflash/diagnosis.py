@@ -103,10 +103,8 @@ def _missing(detail: str, advice: str = "") -> _State:
 
 def _cuflash() -> _State:
     place = Path(__file__).parent
-    try:
-        return _State(f"{metadata.version('cuflash')} in {place}")
-    except metadata.PackageNotFoundError:
-        return _State(f"not installed, runs from {place}")
+    version = _version("cuflash")
+    return _State(f"{version} in {place}" if version else f"not installed, runs from {place}")
 
 
 def _python() -> _State:
@@ -121,23 +119,6 @@ def _numpy() -> _State:
     if not names:
         names = {np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]}
     return _State(f"{np.__version__}, BLAS: {'; '.join(sorted(names))}")
-
-
-def _cores() -> _State:
-    return _State(f"{DeviceSpec.host().num_processors} of {os.cpu_count()} for this process")
-
-
-def _executor_cpu() -> _State:
-    return _State("NumPy arrays")
-
-
-def _executor_sim() -> _State:
-    return _depending_on("NumPy arrays, on simulated thread blocks, for tests", "C++ compiler")
-
-
-def _executor_gpu() -> _State:
-    needed = "NVIDIA driver", "GPUs", "NVRTC", "CuPy"
-    return _depending_on("CuPy arrays, and arrays of other libraries by DLPack", *needed)
 
 
 def _depending_on(detail: str, *needed: str) -> _State:
@@ -272,10 +253,12 @@ _CHECKS: dict[str, Callable[[], _State]] = {
     "cuflash": _cuflash,
     "Python": _python,
     "NumPy": _numpy,
-    "cores": _cores,
-    "executor cpu": _executor_cpu,
-    "executor sim": _executor_sim,
-    "executor gpu": _executor_gpu,
+    "cores": lambda: _State(f"{DeviceSpec.host().num_processors} of {os.cpu_count()} for this process"),
+    "executor cpu": lambda: _State("NumPy arrays"),
+    "executor sim": lambda: _depending_on("NumPy arrays, on simulated thread blocks, for tests", "C++ compiler"),
+    "executor gpu": lambda: _depending_on(
+        "CuPy arrays, and arrays of other libraries by DLPack", "NVIDIA driver", "GPUs", "NVRTC", "CuPy"
+    ),
     "C++ compiler": _compiler,
     "NVIDIA driver": _driver,
     "GPUs": _gpus,

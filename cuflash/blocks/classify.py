@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,20 +28,6 @@ class BlockKind(IntEnum):
     """In row i, the keys lo[i] <= j < hi[i] of the block are allowed."""
     BITS = 3
     """One bit per element."""
-
-
-class ClassifiedBlocks(NamedTuple):
-    """The listed blocks of a mask as compressed sparse rows; `BlockIndex` documents the arrays."""
-
-    batch: int
-    num_heads: int
-    indptr: Array
-    indices: Array
-    kinds: Array
-    tiles: Array
-    bits: Array
-    lo: Array | None
-    hi: Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +89,11 @@ class _Grid:
         return b, h, np.minimum(i, self.seqlen_q - 1), np.minimum(j, self.seqlen_kv - 1), exists
 
 
-def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> ClassifiedBlocks:
-    """Descend from large rectangles to single blocks by closed forms; evaluate the elements of undecided blocks."""
+def classify(mask: Mask, shape: MaskShape, block: tuple[int, int]) -> dict[str, Any]:
+    """List the blocks of a mask; return the fields of a `BlockIndex` by name, except for the lengths and the block.
+
+    Descend from large rectangles to single blocks by closed forms; evaluate the elements of undecided blocks.
+    """
     if isinstance(mask, BlockSet) and mask.block == block and mask.full.all():
         return _listed(mask, _Grid(shape.seqlen_q, shape.seqlen_kv, block, *mask.grid[:2]))
     varying = extents(mask, shape) if all(shape[2:]) else (1, 1)
@@ -136,7 +125,7 @@ def _without_bits(blocks: _Blocks, kind: Array) -> tuple[_Blocks, Array, Array]:
     return blocks, np.broadcast_to(kind, len(blocks)), np.full(len(blocks), -1)
 
 
-def _listed(mask: BlockSet, grid: _Grid) -> ClassifiedBlocks:
+def _listed(mask: BlockSet, grid: _Grid) -> dict[str, Any]:
     """List a set of full blocks at its own block size, without evaluating the mask."""
     matrix, cell = np.divmod(mask.keys, grid.size[0] * grid.size[1])
     blocks = _Blocks(matrix, *np.divmod(cell, grid.size[1]))
@@ -254,7 +243,7 @@ def _evaluate(
 
 def _assembled(
     grid: _Grid, listed: list[tuple[_Blocks, Array, Array]], dictionary: dict[bytes, int], rows: Mask | None
-) -> ClassifiedBlocks:
+) -> dict[str, Any]:
     blocks = _joined([each for each, _, _ in listed])
     kind = np.concatenate([np.zeros(0, np.uint8), *(kinds for _, kinds, _ in listed)]).astype(np.uint8)
     tile = np.concatenate([np.zeros(0, np.int32), *(tiles for _, _, tiles in listed)]).astype(np.int32)
@@ -265,7 +254,7 @@ def _assembled(
     lo = hi = None
     if rows is not None and (kind == BlockKind.INTERVAL).any():
         lo, hi = row_intervals(rows, grid.seqlen_q, grid.seqlen_kv, grid.batch, grid.num_heads)
-    return ClassifiedBlocks(
+    return dict(
         batch=grid.batch,
         num_heads=grid.num_heads,
         indptr=pointers(row, grid.batch * grid.num_heads * num_rows),

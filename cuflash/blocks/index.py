@@ -19,7 +19,7 @@ from ..masks._chosen import ChosenBlocks
 from ..masks.arrays import COMBINED, Sparse, as_mask, without_padding
 from ..masks.base import Band, Mask
 from ..masks.block_pattern import BlockPattern
-from ..masks.content import mask_namespace, without_memos
+from ..masks.content import Memoized, mask_namespace
 from ..masks.fields import with_cupy_arrays
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import BlockSize, MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
@@ -40,7 +40,7 @@ make_on_device: Callable[[Array | None, Mask, MaskShape, tuple[int, int], Hashab
 
 @explains_keywords(advice="make an index with BlockIndex.from_blocks, BlockIndex.from_mask or BlockIndex.from_scipy")
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class BlockIndex:
+class BlockIndex(Memoized):
     """The blocks of a mask: absent, full or partial, and the elements of the partial blocks.
 
     ``& | ^ - ~`` combine indices of one block size into an index. On either side of a mask, a boolean array, a
@@ -145,7 +145,7 @@ class BlockIndex:
 
     def __getstate__(self) -> Any:
         assert self.indptr is not None  # creates the arrays, since a copy has these instead of the device lists
-        return without_memos(self)
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -217,7 +217,7 @@ class BlockIndex:
             assert make_on_device is not None  # set when the executors are imported
             return make_on_device(None, mask, shape, block, key)
         blocks = classify(mask.resolve(shape), shape, block)
-        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **blocks._asdict())
+        return cls(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv, block=block, **blocks)
 
     @classmethod
     def from_blocks(

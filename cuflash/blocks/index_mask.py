@@ -54,7 +54,7 @@ class IndexMask(Mask):
         cell = index._block_rows.astype(np.int64) * index.num_kv_blocks + index.indices
         table = xp.full(num_cells + 1, capacity, dtype=np.int32)
         table[xp.where(entry < index.indptr[-1], cell, num_cells)] = entry  # the last element of the table is dropped
-        return LeadingArray(table[:-1].reshape(self.grid), (index.batch,), 3)
+        return LeadingArray(table[:-1].reshape(self.grid), (index.batch,))
 
     @cached_property
     def row_intervals(self) -> tuple[Array, Array] | None:

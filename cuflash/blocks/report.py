@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..arrays import Array, describe
 from ..errors import UnsupportedProblem
-from ..masks.base import Mask
 from .classify import BlockKind
+
+if TYPE_CHECKING:
+    from .index import BlockIndex
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,48 +72,8 @@ class IndexReport:
         )
 
 
-class ListedBlocks(Protocol):
-    """The parts of a `BlockIndex` on the host that the functions below read."""
-
-    @property
-    def seqlen_q(self) -> int: ...
-    @property
-    def seqlen_kv(self) -> int: ...
-    @property
-    def block(self) -> tuple[int, int]: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_q_blocks(self) -> int: ...
-    @property
-    def num_kv_blocks(self) -> int: ...
-    @property
-    def num_entries(self) -> int: ...
-    @property
-    def indptr(self) -> Array: ...
-    @property
-    def indices(self) -> Array: ...
-    @property
-    def kinds(self) -> Array: ...
-    @property
-    def tiles(self) -> Array: ...
-    @property
-    def bits(self) -> Array: ...
-    @property
-    def lo(self) -> Array | None: ...
-    @property
-    def hi(self) -> Array | None: ...
-    @property
-    def _block_rows(self) -> Array: ...
-    @property
-    def _nbytes(self) -> int: ...
-    def as_mask(self) -> Mask: ...
-
-
 def report_of(
-    index: ListedBlocks, *, head_dim: int, value_dim: int, itemsize: int, eligible: ListedBlocks | None
+    index: BlockIndex, *, head_dim: int, value_dim: int, itemsize: int, eligible: BlockIndex | None
 ) -> IndexReport:
     """Return the report of an index on the host; `BlockIndex.report` documents the parameters."""
     matrices = index.batch * index.num_heads
@@ -140,7 +102,7 @@ def report_of(
     )
 
 
-def row_counts_of(index: ListedBlocks) -> Array:
+def row_counts_of(index: BlockIndex) -> Array:
     """Return the number of keys that each query attends to, int64 [batch, num_heads, seqlen_q]."""
     block_q, block_kv = index.block
     counts = np.zeros((len(index.indptr) - 1, block_q), np.int64)
@@ -158,7 +120,7 @@ def row_counts_of(index: ListedBlocks) -> Array:
     return counts.reshape(index.batch, index.num_heads, index.num_q_blocks * block_q)[..., : index.seqlen_q]
 
 
-def _entry_intervals(index: ListedBlocks, entries: Array) -> tuple[Array, Array]:
+def _entry_intervals(index: BlockIndex, entries: Array) -> tuple[Array, Array]:
     """Return the row intervals [num_entries, block_q] of the chosen entries; empty for rows past the end."""
     block_q = index.block[0]
     if index.lo is None or index.hi is None:
@@ -174,7 +136,7 @@ def _entry_intervals(index: ListedBlocks, entries: Array) -> tuple[Array, Array]
     return index.lo[position].astype(np.int64), np.where(i < index.seqlen_q, index.hi[position], 0).astype(np.int64)
 
 
-def elements_of(index: ListedBlocks, entry: int) -> Array:
+def elements_of(index: BlockIndex, entry: int) -> Array:
     """Return one listed block as booleans [block_q, block_kv], False past the lengths."""
     block_q, block_kv = index.block
     matrix, row = divmod(int(index._block_rows[entry]), index.num_q_blocks)
@@ -185,7 +147,7 @@ def elements_of(index: ListedBlocks, entry: int) -> Array:
     return exists & index.as_mask()(b, h, np.minimum(i, index.seqlen_q - 1), np.minimum(j, index.seqlen_kv - 1))
 
 
-def _require_same_blocks(index: ListedBlocks, eligible: ListedBlocks) -> None:
+def _require_same_blocks(index: BlockIndex, eligible: BlockIndex) -> None:
     """Refuse `eligible` blocks that are not a `BlockIndex` with the same lengths and block size."""
     if type(eligible) is not type(index):
         raise UnsupportedProblem(f"eligible must be a BlockIndex or None; got {describe(eligible)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ..errors import UnsupportedProblem, collecting, refuse
 from ..masks.arrays import as_mask
 from ..masks.base import Band, Mask, intersection
 from ..masks.block_pattern import BlockPattern
-from ..masks.content import held_arrays, mask_namespace, without_memos
+from ..masks.content import Memoized, held_arrays, mask_namespace
 from ..masks.diagonal import Causal, SlidingWindow, alignment_reason
 from ..masks.fields import window_sides
 from ..masks.shape import MaskShape
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class IntervalWork:
+class IntervalWork(Memoized):
     """Work in which a row attends to one interval of keys, as in causal masks, windows, lengths and sorted documents.
 
     If `band` is set, it is the whole description: a few integers, no array.
@@ -67,9 +67,6 @@ class IntervalWork:
     is_ordered: bool = False
     mean_length: float | None = None
     sequence_tile: tuple[int, int] | None = None
-
-    def __getstate__(self) -> Any:
-        return without_memos(self)
 
     @cached_property
     def on_host(self) -> IntervalWork:
@@ -203,13 +200,10 @@ def _segments_of_run(start: int, stop: int, full_start: int, full_stop: int) -> 
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ListedWork:
+class ListedWork(Memoized):
     """Work listed block by block: a block index, by rows and by columns."""
 
     index: BlockIndex
-
-    def __getstate__(self) -> Any:
-        return without_memos(self)
 
     @property
     def block_q(self) -> int:

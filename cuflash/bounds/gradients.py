@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..reference import sum_heads_to, sum_to
-from ..scores.roundoff import ScoreErrors
+from ..scores.roundoff import PushedErrors, ScoreErrors
 from .forward import Forward, Operands, excess_of
 from .rounding import SECOND_ORDER, Rounding, limits, rounded_up, roundoff, underflow
 
@@ -40,7 +40,7 @@ def gradient_tolerances(
     model, scale, p, z = operands.model, operands.scale, forward.p, forward.z
     terms = terms_of(operands, p)
     p_excess, _, _, df, e_df = gap_of(operands, forward, cotangents)
-    ds, e_ds = (df, e_df) if forward.final is None else _through_slope(forward.final, df, e_df, model)
+    ds, e_ds = (df, e_df) if forward.final is None else through_slope(forward.final, df, e_df, model)
     weights = z * weight_error(operands, forward, p_excess, p, p + p_excess, terms[2])
     weights = np.where(np.isneginf(forward.log_p), 0, weights)
     exact = scale * (ds @ operands.keys), scale * (turned(ds) @ operands.queries), turned(z * p) @ cotangents.do
@@ -118,7 +118,7 @@ def _row_sums(operands: Operands, forward: Forward, do: Array) -> tuple[Array, A
     return np.sum(do * forward.o, axis=-1, keepdims=True), np.sum(error, axis=-1, keepdims=True)
 
 
-def _through_slope(final: ScoreErrors, df: Array, e_df: Array, model: Rounding) -> tuple[Array, Array]:
+def through_slope(final: ScoreErrors | PushedErrors, df: Array, e_df: Array, model: Rounding) -> tuple[Array, Array]:
     """Return dS and its error from the gradient of final scores; both are 0 if that gradient is exactly 0."""
     larger, slope = np.abs(df) + e_df, np.abs(final.slope)
     e_ds = slope * e_df + final.e_slope * larger + 2 * model.ua * slope * larger + model.wa

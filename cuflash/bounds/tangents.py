@@ -13,8 +13,8 @@ from ..reference import expand_heads
 from ..scores.roundoff import PushedErrors
 from .forward import Forward, Operands, excess_of
 from .gradients import (
-    Cotangents, delta_of, gap_of, rounded, sink_tolerance, sink_weight, stored_error, summed, terms_of, turned,
-    weight_error,
+    Cotangents, delta_of, gap_of, rounded, sink_tolerance, sink_weight, stored_error, summed, terms_of, through_slope,
+    turned, weight_error,
 )  # fmt: skip
 from .rounding import SECOND_ORDER, Rounding, nan_to_inf, rounded_up
 
@@ -252,13 +252,12 @@ def _through_slopes(
     pushed: PushedErrors, df: Array, e_df: Array, df_dot: Array, e_df_dot: Array, model: Rounding
 ) -> tuple[Array, Array, Array, Array]:
     """Return dS and dS_dot with their errors, from dF and dF_dot; results are 0 where dF and dF_dot are exactly 0."""
+    ds, e_ds = through_slope(pushed, df, e_df, model)
     ua, wa = model.ua, model.wa
     larger, larger_dot = np.abs(df) + e_df, np.abs(df_dot) + e_df_dot
     slope, slope_dot = np.abs(pushed.slope), np.abs(pushed.slope_dot)
-    e_ds = slope * e_df + pushed.e_slope * larger + 2 * ua * slope * larger + wa
     e_dot = slope * e_df_dot + pushed.e_slope * larger_dot + slope_dot * e_df + pushed.e_slope_dot * larger
     e_dot = e_dot + 4 * ua * (slope * larger_dot + slope_dot * larger) + 2 * wa
-    is_none, is_still = larger == 0, (larger == 0) & (larger_dot == 0)
-    ds, e_ds = (np.where(is_none, 0, x) for x in (pushed.slope * df, e_ds))
+    is_still = (larger == 0) & (larger_dot == 0)
     ds_dot, e_dot = (np.where(is_still, 0, x) for x in (pushed.slope * df_dot + pushed.slope_dot * df, e_dot))
     return ds, e_ds, ds_dot, e_dot

@@ -1,63 +1,22 @@
-"""New caches, and changes of a cache other than new rows: each checks its arguments, and then changes the state."""
+"""Changes of a cache other than new rows: each checks its arguments, and then changes the state."""
 
 from __future__ import annotations
 
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from ..arrays import Array, Namespace, describe, is_array, is_integer_dtype, to_host
+from ..arrays import Array, describe, is_array, is_integer_dtype, to_host
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import overlaps_itself
 from ..plans.conversion import as_arrays
 from ._state import CacheState
 from .arguments import (
-    Counts, PAGE_SIZE, bound_reasons, dtype_of, growth_reasons, listed_ints, numbers, overlap_reasons, page_reasons,
-    part_reasons, row_reasons, sequence_reasons, size_reasons,
+    Counts, dtype_of, growth_reasons, listed_ints, numbers, overlap_reasons, page_reasons, part_reasons, row_reasons,
+    sequence_reasons, size_reasons,
 )  # fmt: skip
 from .on_device import capture_reasons
 from .paged_rows import PagedRows
-from .pages import OwnPages, PagePool, length_faults
-
-
-def new_state(
-    *,
-    batch: int,
-    num_kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    dtype: DTypeLike,
-    value_dim: int,
-    page_size: int | None,
-    num_pages: int | None,
-    part_keys: int | None,
-    keeps_page_bounds: bool,
-    xp: Namespace,
-) -> CacheState:
-    """Return the state of a new, empty cache; parameters and errors are those of `KVCache`."""
-    sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-    reasons = size_reasons(**sizes, capacity=capacity) + part_reasons(part_keys, capacity)
-    with collecting(reasons):
-        dtype = dtype_of(dtype)
-    is_paged = page_size is not None or num_pages is not None
-    if is_paged:
-        page_size = PAGE_SIZE if page_size is None else page_size
-        reasons += page_reasons(page_size, num_pages)
-    reasons += bound_reasons(keeps_page_bounds, is_paged, dtype)
-    if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
-        reasons.append(f"xp must be the module numpy or cupy; got {describe(xp)}")
-    refuse(dict.fromkeys(reasons))
-    num_own, num_positions = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
-    shape = int(num_own), int(num_kv_heads), int(num_positions)
-    # Arrays are allocated before page tables: too large arrays raise MemoryError, but too long lists may not.
-    arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
-    if keeps_page_bounds:
-        arrays.keep_bounds()
-    pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
-    if page_size is not None and num_pages is not None:
-        pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
-    own_part_keys = None if part_keys is None else int(part_keys)
-    return CacheState(arrays, pages, [0] * int(batch), int(capacity), own_part_keys)
+from .pages import PagePool, length_faults
 
 
 def state_over(
@@ -68,8 +27,7 @@ def state_over(
     page_size, num_pages = int(arrays.k.shape[2]), int(arrays.k.shape[0])
     refuse(part_reasons(part_keys, max_pages * page_size))
     pages = PagePool(page_size, num_pages, tables, owns_rest=False)
-    own_part_keys = None if part_keys is None else int(part_keys)
-    return CacheState(arrays, pages, positions, max_pages * page_size, own_part_keys)
+    return CacheState(arrays, pages, positions, max_pages * page_size, part_keys)
 
 
 def rows_of(state: CacheState, sequence: int) -> tuple[Array, Array]:

@@ -42,7 +42,8 @@ class CacheState:
     def __init__(
         self, rows: PagedRows, pages: OwnPages | PagePool, lengths: list[int], capacity: int, part_keys: int | None
     ) -> None:
-        self.rows, self.pages, self.lengths, self.capacity, self.part_keys = rows, pages, lengths, capacity, part_keys
+        self.rows, self.pages, self.lengths, self.capacity = rows, pages, lengths, capacity
+        self.part_keys = None if part_keys is None else int(part_keys)
         self.is_counted_on_device, self.device, self.steps = False, None, Steps(rows.k, rows.v)
         if not isinstance(rows.k, np.ndarray):
             self.device = OnDevice(rows, self.layout, len(lengths), self.is_paged, self.steps)

@@ -7,16 +7,19 @@ from copy import deepcopy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, Namespace, flag_reasons
-from ..errors import collecting
+from ..arrays import Array, Namespace, describe, flag_reasons
+from ..errors import collecting, refuse
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
 from ..planning.options import ScoreLike
-from ._changes import fork, new_state, reserve, reset, rows_of, state_over, truncate
+from ._changes import fork, reserve, reset, rows_of, state_over, truncate
 from ._doors import checked_queries, checked_rows
 from ._state import CacheState
-from .arguments import Counts, shown_numbers
-from .pages import growths
+from .arguments import (
+    PAGE_SIZE, Counts, bound_reasons, dtype_of, page_reasons, part_reasons, shown_numbers, size_reasons,
+)  # fmt: skip
+from .paged_rows import PagedRows
+from .pages import OwnPages, PagePool, growths
 from .scoring import score_of
 from .steps import DecodeStep, Request, RequestedOptions
 
@@ -127,13 +130,29 @@ class KVCache:
         keeps_page_bounds: bool = False,
         xp: Namespace = np,
     ) -> None:
-        self._state = new_state(
-            batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, capacity=capacity, dtype=dtype,
-            value_dim=head_dim if value_dim is None else value_dim, page_size=page_size, num_pages=num_pages,
-            part_keys=part_keys, keeps_page_bounds=keeps_page_bounds, xp=xp,
-        )  # fmt: skip
-
-    _state: CacheState
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        reasons = size_reasons(**sizes, capacity=capacity) + part_reasons(part_keys, capacity)
+        with collecting(reasons):
+            dtype = dtype_of(dtype)
+        is_paged = page_size is not None or num_pages is not None
+        if is_paged:
+            page_size = PAGE_SIZE if page_size is None else page_size
+            reasons += page_reasons(page_size, num_pages)
+        reasons += bound_reasons(keeps_page_bounds, is_paged, dtype)
+        if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+            reasons.append(f"xp must be the module numpy or cupy; got {describe(xp)}")
+        refuse(dict.fromkeys(reasons))
+        num_own, num_positions = (batch, capacity) if num_pages is None or page_size is None else (num_pages, page_size)
+        shape = int(num_own), int(num_kv_heads), int(num_positions)
+        # Arrays are allocated before page tables: too large arrays raise MemoryError, but too long lists may not.
+        arrays = PagedRows.empty(xp, shape, (int(head_dim), int(value_dim)), dtype)
+        if keeps_page_bounds:
+            arrays.keep_bounds()
+        pages: OwnPages | PagePool = OwnPages(int(batch), int(capacity))
+        if page_size is not None and num_pages is not None:
+            pages = PagePool(int(page_size), int(num_pages), [[] for _ in range(batch)])
+        self._state = CacheState(arrays, pages, [0] * int(batch), int(capacity), part_keys)
 
     def __copy__(self) -> KVCache:
         """Return a deep copy: two caches that share arrays would overwrite each other's rows."""

@@ -25,8 +25,6 @@ from ..plans.plan import ListsOfPlan, Plan
 from ._forward import with_known_arrays, with_one_score
 from ._call import planned
 
-_OF_INDEX = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
-
 
 def listed_plan(q: Array, k: Array, v: Array, options: Options) -> Plan | None:
     """Return a plan with lists that kernels build now, if they support this mask on the GPU; None for any other call.
@@ -64,8 +62,7 @@ def _with_lists(shared: Plan, lists: Array, captured: dict[str, Array], numbers:
     if not isinstance(work, ListedAtCall):
         listed = replace(kernel_plan, work=work.with_results(lists))
     else:
-        results = work.source.views(lists, _OF_INDEX.values())
-        index: BlockIndex = replace(work.index, **{name: results[of_list] for name, of_list in _OF_INDEX.items()})
+        index: BlockIndex = replace(work.index, **work.source.fields_of(lists))
         listed = replace(kernel_plan, mask=IndexMask(index), work=replace(work, index=index))
     guard = gpu.current_target().guarded(listed, {AT_CALL: lists})
     plan = Plan(listed, shared.executor, {**captured, AT_CALL: lists}, numbers, _lists=ListsOfPlan(kernel_plan, guard))

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..arrays import KNOWN_DTYPES
 from ..planning.score_launches import num_leading
 from ..scores.program import Instruction, Program
 
+if TYPE_CHECKING:
+    from .score_text import Printer
+
 ELEMENTS = {each.numpy.name: each.element for each in KNOWN_DTYPES} | {
     "int8": "int8_t", "int16": "int16_t", "int32": "int32_t", "int64": "int64_t",
     "uint8": "uint8_t", "uint16": "uint16_t", "uint32": "uint32_t", "uint64": "uint64_t", "bool": "uint8_t",
 }  # fmt: skip
-
-
-class Printer(Protocol):
-    """The parts of `score_text.Printer` that the functions below read."""
-
-    program: Program
-    staged: int | None
-    stored: int | None
-
-    def place(self, load: Instruction, level: str, what: str, axes: int | None = None) -> str: ...
-    def num_part_axes(self, array: int) -> int: ...
 
 
 def staged_matrices(printer: Printer) -> list[str]:

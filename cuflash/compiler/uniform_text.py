@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from ..scores.program import Program, needed_for
+from ..scores.program import needed_for
 from ..scores.uniform import Direction, of_distance, uniform
+
+if TYPE_CHECKING:
+    from .score_text import Printer
 
 KINDS = {"real": "T", "int": "int", "bool": "bool"}
 # The positions with the least and the greatest value, if values rise (1), stay equal (0) or fall (-1) with positions.
 _CORNERS = {1: ("first", "last"), 0: ("first", "first"), -1: ("last", "first")}
-
-
-class Printer(Protocol):
-    """The attributes and methods of `score_text.Printer` that this module uses."""
-
-    program: Program
-    levels: list[str]
-    renamed: dict[int, str]
-    extra_parameters: str
-    staged: int | None
-    num_bins: int
-
-    def loads_of(self, level: str) -> list[tuple[int, int]]: ...
-    def assignment(self, n: int, level: str) -> str: ...
-    def address(self, n: int, level: str) -> str: ...
-    def values(self, is_derived: bool) -> list[str]: ...
-    def part(self, place: int, adds_zeros: bool = False) -> str: ...
 
 
 class UniformText:

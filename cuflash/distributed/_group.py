@@ -12,8 +12,6 @@ from ..keywords import explains_keywords
 from ._lanes import Arranged, HostLanes, Route
 from ._schedule import Program, Step
 
-__all__ = ["Group", "PeerLost"]
-
 
 @explains_keywords
 class PeerLost(RuntimeError):

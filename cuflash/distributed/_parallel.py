@@ -20,8 +20,6 @@ from ._model import Machine
 from ._passes import Gather, Prepared, Pullback, RankCall
 from ._posed import Posed, argument_reasons
 
-__all__ = ["ContextParallel"]
-
 
 @explains_keywords
 class ContextParallel:

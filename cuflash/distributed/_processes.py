@@ -20,8 +20,6 @@ from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
 from ._lanes import CudaLanes, HostLanes
 from ._schedule import ATTEND, COPY, TAKE, Step, rounds
 
-__all__ = ["group_of"]
-
 BEAT = 1.0  # seconds between two heartbeats of a rank
 SILENCE = 5.0  # seconds without a heartbeat after which a rank counts as lost
 _LONGEST_NAP = 0.01  # maximum seconds between two checks of the store

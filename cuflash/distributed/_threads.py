@@ -18,8 +18,6 @@ from ._group import Group, PeerLost, Work, call_reasons, listed, timeout_reasons
 from ._lanes import DeviceLanes, Event, HostLanes, device_count
 from ._schedule import drawn_order, program
 
-__all__ = ["run"]
-
 _Result = TypeVar("_Result")
 
 

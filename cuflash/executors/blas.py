@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 from threadpoolctl import LibController, ThreadpoolController
 
@@ -47,19 +48,13 @@ class _OfProcess:
         self._saved = None
 
 
-class _OfThread:
-    """A library with a thread count per thread; `swap` sets it and returns the previous one."""
-
-    def __init__(self, swap: Callable[[int], int]) -> None:
-        self.swap = swap
-
-
+_Swap: TypeAlias = Callable[[int], int]  # sets the count of a library with one per thread, and returns the previous one
 _lock = threading.RLock()  # reentrant: a signal handler may make a call while its thread holds the lock
 _users = 0  # number of threads between `enter` and `leave`
-_known: list[_OfProcess | _OfThread] | None = None
+_known: list[_OfProcess | _Swap] | None = None
 
 
-def _libraries() -> list[_OfProcess | _OfThread]:
+def _libraries() -> list[_OfProcess | _Swap]:
     """Return the libraries that were loaded at the first call; NumPy's BLAS is among them."""
     global _known
     if _known is None:
@@ -67,15 +62,15 @@ def _libraries() -> list[_OfProcess | _OfThread]:
     return _known
 
 
-def _library(controller: LibController) -> _OfProcess | _OfThread:
+def _library(controller: LibController) -> _OfProcess | _Swap:
     if controller.internal_api == "mkl":
-        swap = _function(controller, "MKL_Set_Num_Threads_Local")  # returns 0 if no count is set for the thread
+        swap: _Swap | None = _function(controller, "MKL_Set_Num_Threads_Local")  # returns 0 if the thread has no count
         if swap is not None:
-            return _OfThread(swap)
+            return swap
     if controller.internal_api == "openblas" and controller.threading_layer == "openmp":
         of_openmp = _function(controller, "omp_get_max_threads"), _function(controller, "omp_set_num_threads")
         if None not in of_openmp:
-            return _OfThread(lambda number: _swapped(*of_openmp, number))
+            return partial(_swapped, *of_openmp)
     get, set_ = (_function(controller, name) for name in _NAMES.get(controller.internal_api, ("", "")))
     return _OfProcess(get or controller.get_num_threads, set_ or controller.set_num_threads)
 
@@ -115,7 +110,7 @@ class OneThread:
 
     def __init__(self) -> None:
         self._is_inside = False
-        self._before: list[tuple[_OfThread, int]] = []
+        self._before: list[tuple[_Swap, int]] = []
 
     def enter(self) -> None:
         global _users
@@ -125,14 +120,14 @@ class OneThread:
                 if isinstance(library, _OfProcess):
                     library.hold()
                 else:
-                    self._before.append((library, library.swap(1)))
+                    self._before.append((library, library(1)))
 
     def leave(self) -> None:
         """End the limit if no other call needs it. Call again if an interrupt stopped this function or `enter`."""
         global _users
         while self._before:
-            library, number = self._before[-1]
-            library.swap(number)
+            swap, number = self._before[-1]
+            swap(number)
             self._before.pop()
         with _lock:
             if self._is_inside:

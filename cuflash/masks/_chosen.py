@@ -317,7 +317,7 @@ class ResolvedChosen(Mask):
         counts = None if source.counts is None else LeadingArray.of(source.counts, batch, 2).array
         if namespace(blocks) is not np:
             cells = _chosen_cells(blocks, counts, self.num_kv_blocks)
-            return BlockGrid(LeadingArray(cells, batch, 3), (1, source.block))
+            return BlockGrid(LeadingArray(cells, batch), (1, source.block))
         if any(extent > 1 for extent in blocks.shape[:-3]):
             blocks = np.broadcast_to(blocks, (*batch, *blocks.shape[-3:]))
         rows, is_first = sorted_sets(blocks, counts)

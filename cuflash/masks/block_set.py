@@ -76,7 +76,7 @@ class BlockGrid(Mask):
         xp, (*leading, num_rows, num_cols) = namespace(is_kept), is_kept.shape
         sums = xp.zeros((*leading, num_rows + 1, num_cols + 1), dtype=np.int64)
         sums[..., 1:, 1:] = xp.cumsum(xp.cumsum(is_kept, axis=-2, dtype=np.int64), axis=-1)
-        return LeadingArray(sums, self.blocks.batch, 3)
+        return LeadingArray(sums, self.blocks.batch)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         return self.blocks.at(b, h, i // self.block[0], j // self.block[1])

@@ -34,7 +34,20 @@ class DeviceForm(NamedTuple):
     facts: tuple[Hashable, ...] = ()
 
 
-class Described:
+class Memoized:
+    """An object that is pickled and copied without its cached properties.
+
+    The copy computes these again, since hashes of types differ in another process.
+    """
+
+    def __getstate__(self) -> Any:
+        state: Any = object.__getstate__(self)
+        values, *slots = state if isinstance(state, tuple) else (state,)
+        lasting = {name: held for name, held in (values or {}).items() if not _is_memo(type(self), name)}
+        return (lasting, *slots) if slots else lasting
+
+
+class Described(Memoized):
     """A frozen description: compared by its contents, and pickled without cached properties."""
 
     @explains_keywords
@@ -71,9 +84,6 @@ class Described:
 
     def __hash__(self) -> int:
         return hash(content(self))
-
-    def __getstate__(self) -> Any:
-        return without_memos(self)
 
 
 def _converted(value: Any, convert: Callable[[Array], Array]) -> Any:
@@ -283,17 +293,6 @@ def mask_namespace(mask: Described | Array) -> Namespace:
             f"mask's arrays must all be of one array library; got arrays of {names}: convert them to one"
         )
     return spaces.pop() if spaces else np
-
-
-def without_memos(value: Any) -> Any:
-    """Return the state of an object for pickling and copying, without cached properties.
-
-    The copy computes these again, since hashes of types differ in another process.
-    """
-    state: Any = object.__getstate__(value)
-    values, *slots = state if isinstance(state, tuple) else (state,)
-    lasting = {name: held for name, held in (values or {}).items() if not _is_memo(type(value), name)}
-    return (lasting, *slots) if slots else lasting
 
 
 def _is_memo(kind: type, name: str) -> bool:

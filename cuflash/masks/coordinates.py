@@ -90,18 +90,18 @@ def clipped(number: int | None) -> int | None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LeadingArray:
-    """An array that is read without a copy; its axes before the last `trailing` ones broadcast over leading axes."""
+    """An array that is read without a copy; its first axes broadcast over the batch axes."""
 
     array: Array
     batch: tuple[int, ...]
-    trailing: int
 
     __hash__ = None  # type: ignore[assignment]  # contents are never hashed
 
     @staticmethod
     def of(array: Array, batch: tuple[int, ...], trailing: int) -> LeadingArray:
+        """Return an array whose axes before the last `trailing` ones broadcast over the batch axes."""
         missing = len(batch) + trailing - array.ndim
-        return LeadingArray(array.reshape((1,) * missing + tuple(array.shape)), batch, trailing)
+        return LeadingArray(array.reshape((1,) * missing + tuple(array.shape)), batch)
 
     def at(self, b: Array, *rest: Array) -> Array:
         """Return the elements at flat batch index b and trailing coordinates; use index 0 on axes of extent 1."""

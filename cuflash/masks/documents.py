@@ -126,7 +126,7 @@ def _document_bounds(q_ids: LeadingArray, kv_ids: LeadingArray) -> tuple[Leading
         if not within:
             is_out, end = (q < 0, 0) if q.dtype.kind == "i" else (q > np.iinfo(np.int64).max, kv.shape[-1])
             places = xp.where(is_out, end, places)
-        bounds.append(LeadingArray(places, q_ids.batch, 1))
+        bounds.append(LeadingArray(places, q_ids.batch))
     return bounds[0], bounds[1]
 
 
@@ -153,7 +153,7 @@ def _run_bounds(ids: LeadingArray) -> tuple[LeadingArray, LeadingArray]:
     runs = xp.cumsum(starts.reshape(-1), dtype=np.int64)
     before = xp.arange(runs.size) // length * length if runs.size > length else 0  # tokens of earlier batch entries
     first, end = (
-        LeadingArray((xp.searchsorted(runs, runs, side=side) - before).reshape(ids.array.shape), ids.batch, 1)
+        LeadingArray((xp.searchsorted(runs, runs, side=side) - before).reshape(ids.array.shape), ids.batch)
         for side in ("left", "right")
     )
     return first, end

@@ -3,8 +3,6 @@
 They mirror `kernels_cu/attention/params.cuh` and `kernels_cu/sm90/tensor_maps.cuh`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .launches import BATCH, MATRICES, POINTER, TENSOR_MAP_PARAM, leaves, structure

@@ -33,7 +33,7 @@ from .launches import (
 )  # fmt: skip
 from .problem import Problem
 from .query_lists import QueryLists
-from .spec import SIMT, Entry, KernelSpec, untiled
+from .spec import SIMT, Entry, KernelSpec, int_per_thread, untiled
 
 ROWS = 64  # rows of a tile: neighboring queries, each with all heads that share its list and its keys
 _TILES_OF_CHUNK = 64  # must equal kTilesOfChunk in kernels_cu/attention/chosen_lists.cuh
@@ -73,18 +73,12 @@ CHOSEN_PARAMS = structure(
     (np.int32, "words_per_entry", "max_entries", "blocks_at_once", "has_starts"),
 )
 
-
-def _sum_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of shared memory for one sum per thread."""
-    return 4 * spec.num_threads
-
-
 UNIONS = untiled(Entry(family="lists", name="unions", runs_as=SIMT), num_warps=1)
 COLUMN_SPECS = {
     entry.name: replace(untiled(entry, num_warps=num_warps), packs_queries=True)
     for entry, num_warps in {
         Entry(family="lists", name="columns_count", runs_as=SIMT): _COLUMN_WARPS,
-        Entry(family="lists", name="columns_scan", runs_as=SIMT, shared_bytes=_sum_bytes): 8,
+        Entry(family="lists", name="columns_scan", runs_as=SIMT, shared_bytes=int_per_thread): 8,
         Entry(family="lists", name="columns_fill", runs_as=SIMT): _COLUMN_WARPS,
     }.items()
 }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from ..blocks.work_list import IntervalWork, WorkList
-from ..masks.content import without_memos
+from ..masks.content import Memoized
 from .device import DeviceSpec
 from .problem import Problem
 
@@ -40,7 +39,7 @@ def in_flat_tiles(work: WorkList) -> WorkList:
 
 
 @dataclass(frozen=True, eq=False)
-class HostTiling:
+class HostTiling(Memoized):
     """The tiles, and batches of tiles, of a problem on the cpu executor.
 
     Attributes
@@ -58,9 +57,6 @@ class HostTiling:
     block_q: int
     block_kv: int
     work: WorkList
-
-    def __getstate__(self) -> Any:
-        return without_memos(self)
 
     @cached_property
     def is_small(self) -> bool:

@@ -29,7 +29,7 @@ from .interval_kernels import (
     IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch, moving_strides, rows_of,
 )  # fmt: skip
 from .launches import BATCH, BATCH_STRIDES, POINTER, Feature, Pass, Value, Workspace, over_batch, structure
-from .spec import SIMT, Entry, KernelSpec, untiled
+from .spec import SIMT, Entry, int_per_thread, untiled
 
 _OF_LISTS_ALONE = ("grid_kinds", "ranks")  # results that attention kernels do not read
 _RESULTS = (*_OF_LISTS_ALONE, *LISTS)
@@ -53,19 +53,13 @@ LIST_PARAMS = structure(
 # The results of the kernels, by the fields of a block index that hold them.
 _FIELDS = {"indptr": "row_pointers", "indices": "kv_blocks", "kinds": "kinds", "tiles": "tiles", "bits": "bits"}
 
-
-def _count_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of shared memory for one count per thread."""
-    return 4 * spec.num_threads
-
-
 LIST_SPECS = {
     entry.name: untiled(entry, num_warps=num_warps)
     for entry, num_warps in {
         Entry(family="lists", name="classify", runs_as=SIMT): 4,
         Entry(family="lists", name="ranks", runs_as=SIMT): 4,
-        Entry(family="lists", name="pointers", runs_as=SIMT, shared_bytes=_count_bytes): 16,
-        Entry(family="lists", name="entries", runs_as=SIMT, shared_bytes=_count_bytes): 8,
+        Entry(family="lists", name="pointers", runs_as=SIMT, shared_bytes=int_per_thread): 16,
+        Entry(family="lists", name="entries", runs_as=SIMT, shared_bytes=int_per_thread): 8,
     }.items()
 }
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from ..blocks.work_list import IntervalWork, WorkList, work_list
 from ..errors import refuse
 from ..masks._chosen import chosen_masks
 from ..masks.base import Band, Mask
-from ..masks.content import held_masks, without_memos
+from ..masks.content import Memoized, held_masks
 from .chosen_lists import NOT_JOINED, UnionsAtCall, UnionWork
 from .device import DeviceSpec
 from .dropout_launches import dropout_places, with_dropout
@@ -41,7 +40,7 @@ MAX_TILES = 1 << 30  # maximum tiles of a launch: kernels add the number of thre
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class KernelPlan:
+class KernelPlan(Memoized):
     """The problem, mask, device, work list and kernels of a call, all frozen.
 
     Attributes
@@ -69,9 +68,6 @@ class KernelPlan:
     rule: str = ""
     kernels: Kernels | None = None
     tiling: HostTiling | None = None
-
-    def __getstate__(self) -> Any:
-        return without_memos(self)
 
     @property
     def is_empty(self) -> bool:

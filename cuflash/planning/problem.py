@@ -18,7 +18,7 @@ from ..arrays import (
 from ..dropout import Draws
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..layouts import is_differentiated
-from ..masks.content import without_memos
+from ..masks.content import Memoized
 from ..masks.places import Places
 from ..masks.shape import MaskShape, length_reasons
 from ..scores.program import Program
@@ -45,7 +45,7 @@ class Scaling(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(Memoized):
     """Everything about a call except its mask and its data.
 
     >>> import numpy as np
@@ -112,9 +112,6 @@ class Problem:
     tangents: tuple[str, ...] = ()
     places: Places | None = None
     wide_gradients: bool = False
-
-    def __getstate__(self) -> Any:
-        return without_memos(self)
 
     @classmethod
     def of(

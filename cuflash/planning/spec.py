@@ -268,6 +268,11 @@ def untiled(
     )  # fmt: skip
 
 
+def int_per_thread(spec: KernelSpec) -> int:
+    """Return the bytes of shared memory for one count or sum of each thread."""
+    return 4 * spec.num_threads
+
+
 def smallest(entry: Entry, dtype: np.dtype[np.generic], num_warps: int = 4) -> KernelSpec:
     """Return the specification of a kernel without tiles, with the smallest sizes for which headers compile."""
     return untiled(entry, dtype, num_warps, dim=32, block=16)

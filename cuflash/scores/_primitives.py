@@ -285,6 +285,19 @@ def _trend_of_product(a: int | None, b: int | None) -> tuple[int, ...]:
     return () if factor is None else (_sign(factor), _sign(factor))
 
 
+def _extremum(name: str, order: str, fold: Callable[..., int], is_nonnegative: Callable[..., bool]) -> Primitive:
+    """Return "min" or "max", which is its first argument if the comparison `order` of the arguments holds."""
+    return Primitive(
+        name=name, signature="number", value=getattr(np, f"{name}imum"), cuda=f"{name}imum({{}}, {{}})", fold=fold,
+        derivative=(
+            lambda d, g, n, a, b: d.apply("where", d.apply(order, a, b), g, d.zero),
+            lambda d, g, n, a, b: d.apply("where", d.apply(order, a, b), d.zero, g),
+        ),
+        error=lambda model, x, a, b: np.maximum(a.error, b.error), is_nonnegative=is_nonnegative,
+        trend=lambda a, b: (1, 1), has_steps=True,
+    )  # fmt: skip
+
+
 _LN_2 = math.log(2)
 _comparison = partial(Primitive, signature="comparison", error=_turns)
 _logical = partial(Primitive, signature="logical", error=_any_turns)
@@ -316,24 +329,8 @@ PRIMITIVES = {
             python="abs({})", fold=abs, derivative=(lambda d, g, n, a: d.times(g, d.apply("sign", a)),),
             error=lambda model, x, a: a.error, is_nonnegative=lambda args: True, range=_range_of_abs,
         ),
-        Primitive(
-            name="min", signature="number", value=np.minimum, cuda="minimum({}, {})", fold=min,
-            derivative=(
-                lambda d, g, n, a, b: d.apply("where", d.apply("le", a, b), g, d.zero),
-                lambda d, g, n, a, b: d.apply("where", d.apply("le", a, b), d.zero, g),
-            ),
-            error=lambda model, x, a, b: np.maximum(a.error, b.error), is_nonnegative=all,
-            trend=lambda a, b: (1, 1), has_steps=True,
-        ),
-        Primitive(
-            name="max", signature="number", value=np.maximum, cuda="maximum({}, {})", fold=max,
-            derivative=(
-                lambda d, g, n, a, b: d.apply("where", d.apply("ge", a, b), g, d.zero),
-                lambda d, g, n, a, b: d.apply("where", d.apply("ge", a, b), d.zero, g),
-            ),
-            error=lambda model, x, a, b: np.maximum(a.error, b.error), is_nonnegative=any,
-            trend=lambda a, b: (1, 1), has_steps=True,
-        ),
+        _extremum("min", "le", min, all),
+        _extremum("max", "ge", max, any),
         Primitive(
             name="sign", signature="number", value=np.sign, cuda="sign({})", fold=lambda a: type(a)(_sign(a)),
             error=_error_of_sign,

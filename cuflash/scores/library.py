@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from functools import wraps
-from functools import reduce
+from functools import reduce, wraps
 from operator import matmul
 from typing import Any, ParamSpec
 

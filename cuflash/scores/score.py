@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from ..keywords import explains_keywords
 from ..layouts import (
     dtype_of, is_differentiated, is_foreign, is_on_cuda, is_tensor, kind_of, taken, taken_on_cuda,
 )  # fmt: skip
-from .program import COORDINATES, ArrayType, Curvature, BlockKind, Program, curvature, derived
+from .program import COORDINATES, ArrayType, BlockKind, Program, derived
 from .ranges import integer_range
 from .trace import trace
 
@@ -175,11 +175,6 @@ class Score:
         frozenset()
         """
         return getattr(self.function, "facts", frozenset())
-
-    @cached_property
-    def _curvature(self) -> Curvature:
-        """The kind of the derivative with respect to s: 1, independent of s, or dependent on s."""
-        return curvature(self.program)
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         """Evaluate the function on numbers, or on arrays that broadcast, for plots and tests.
@@ -377,8 +372,8 @@ class Score:
         Examples
         --------
         >>> from cuflash.scores import softcap
-        >>> Score(softcap(5.0).function)._remade_by(softcap, 5.0)._curvature
-        'curved'
+        >>> Score(softcap(5.0).function)._remade_by(softcap, 5.0)._remake[1]
+        (5.0,)
         """
         self._remake = make, arguments, options
         return self

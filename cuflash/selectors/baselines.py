@@ -18,11 +18,9 @@ from ..masks.shape import BlockSize
 from ..planning.options import Causality, MaskLike, Window
 from ..study._masses import block_mass
 from . import bound
-from .budget import Budget, Forced
+from .budget import DIAGONAL, Budget, Forced
 from .by_query import Estimate, selected, share_reasons
 from .grid import Grid
-
-_DIAGONAL = Forced()
 
 
 @explains_keywords
@@ -32,7 +30,7 @@ def oracle(
     *,
     budget: Budget,
     block: BlockSize = (128, 128),
-    forced: Forced = _DIAGONAL,
+    forced: Forced = DIAGONAL,
     causal: Causality = False,
     mask: MaskLike | None = None,
     window: Window | None = None,
@@ -81,9 +79,7 @@ def oracle(
     >>> bool(best.mass.mean() >= near.mass.mean())
     True
     """
-    key = None
-    if share == "query":
-        key = bound.key_of("oracle", q, k, block, budget, forced, causal, mask, window, scale, executor)
+    key = bound.key_of("oracle", q, k, block, budget, forced, causal, mask, window, scale, executor, share=share)
     if (index := bound.selected(key, q, k)) is not None:
         return index
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, share_reasons(share))
@@ -104,7 +100,7 @@ def random(
     *,
     budget: Budget,
     block: BlockSize = (128, 128),
-    forced: Forced = _DIAGONAL,
+    forced: Forced = DIAGONAL,
     causal: Causality = False,
     mask: MaskLike | None = None,
     window: Window | None = None,
@@ -207,7 +203,7 @@ def local(
     *,
     budget: Budget,
     block: BlockSize = (128, 128),
-    forced: Forced = _DIAGONAL,
+    forced: Forced = DIAGONAL,
     causal: Causality = False,
     mask: MaskLike | None = None,
     window: Window | None = None,
@@ -253,9 +249,7 @@ def local(
     ·█▒·
     ··█▒
     """
-    key = None
-    if share == "query":
-        key = bound.key_of("local", q, k, block, budget, forced, causal, mask, window, scale)
+    key = bound.key_of("local", q, k, block, budget, forced, causal, mask, window, scale, share=share)
     if (index := bound.selected(key, q, k)) is not None:
         return index
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, share_reasons(share))

@@ -34,9 +34,10 @@ _MOST_AXES = 6  # maximum number of axes for the kernel of means
 def key_of(
     name: str, q: Array, k: Array, block: Hashable, budget: Budget, forced: Forced, causal: Causality,
     mask: MaskLike | None, window: Window | None, scale: float | None, executor: str = "auto", *more: Hashable,
+    share: str = "query",
 ) -> Hashable:  # fmt: skip
     """Return the cache key of a selector's call; None if it has a mask, or cannot run with kernels only."""
-    if mask is not None or window is not None:
+    if mask is not None or window is not None or share != "query":
         return None
     if not (type(budget) is Budget and type(forced) is Forced and executor in ("auto", "gpu")) or checks.is_on():
         return None
@@ -68,7 +69,7 @@ def first_selected(
 
 def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
     """Bind the selection by the softmax of block means; return None if kernels do not support it."""
-    if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.block[0] == 1:
+    if grid.is_empty or grid.q.ndim > _MOST_AXES or grid.block[0] == 1:
         return None
     of_q, of_k = (_means(x, side) for x, side in zip((grid.q, grid.k), grid.block))
     mass = _masses(grid, of_q, of_k, (1, 1), grid.stairs(*grid.block))
@@ -82,7 +83,7 @@ def of_means(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
 
 def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) -> Selection | None:
     """Bind the selection by the softmax of antidiagonal sums; return None if kernels do not support it."""
-    if _is_empty(grid) or grid.shape.seqlen_q % stride or grid.shape.seqlen_kv % stride:
+    if grid.is_empty or grid.shape.seqlen_q % stride or grid.shape.seqlen_kv % stride:
         return None
     options = (grid.block[0] // stride, grid.block[1] // stride), grid.stairs(stride, stride), grid.scale / stride
 
@@ -103,7 +104,7 @@ def of_antidiagonals(grid: Grid, stride: int, budget: Budget, forced: Forced) ->
 
 def of_masses(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
     """Bind the selection by exact masses; return None if kernels do not support it."""
-    mass = None if _is_empty(grid) else bound_block_mass(grid.q, grid.k, grid.block, grid.mask, grid.scale)
+    mass = None if grid.is_empty else bound_block_mass(grid.q, grid.k, grid.block, grid.mask, grid.scale)
     if mass is None:
         return None
     return _by_scores(grid, [(mass.launches, {})], _workspaces(mass), budget, forced)
@@ -114,7 +115,7 @@ def of_places(grid: Grid, blocks: np.ndarray) -> FixedSelection | None:
 
     The result is also None during stream capture, because the copy of the blocks would become part of the graph.
     """
-    if _is_empty(grid) or gpu.current_target().stream().is_capturing() or grid.block[0] == 1:
+    if grid.is_empty or gpu.current_target().stream().is_capturing() or grid.block[0] == 1:
         return None
 
     def maker(of_head: Array) -> IndexMaker | None:
@@ -128,7 +129,7 @@ def of_places(grid: Grid, blocks: np.ndarray) -> FixedSelection | None:
 def of_compressed_keys(grid: Grid, compression: tuple[int, int], budget: Budget, forced: Forced) -> Selection | None:
     """Bind the selection by masses of means of overlapping runs of keys; return None if kernels do not support it."""
     length, stride = compression
-    if _is_empty(grid) or grid.q.ndim > _MOST_AXES or grid.k.ndim >= _MOST_AXES or grid.block[0] == 1:
+    if grid.is_empty or grid.q.ndim > _MOST_AXES or grid.k.ndim >= _MOST_AXES or grid.block[0] == 1:
         return None
     # Means over single rows only convert queries to the accumulator's dtype; means over runs are the compressed keys.
     runs = runs_of_rows(grid.k, length, stride)
@@ -153,7 +154,7 @@ def of_slashes(grid: Grid, vertical: Budget, slash: Budget, num_queries: int, fo
     seqlen_q, seqlen_kv = grid.shape.seqlen_q, grid.shape.seqlen_kv
     # For other head_dims and scales, the selector calls `block_mass`, which refuses the ones that it does not support.
     is_served = 1 <= grid.q.shape[-1] <= MAX_DIM and 2**-64 <= abs(grid.scale) <= 2**64
-    if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served or grid.block[0] == 1:
+    if grid.is_empty or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES or not is_served or grid.block[0] == 1:
         return None
     make_index = _maker(grid)
     if make_index is None:
@@ -193,7 +194,7 @@ def _rule_of_row(budget: Budget, length: int) -> ChoiceRule:
 
 def of_page_bounds(grid: Grid, budget: Budget, forced: Forced) -> Selection | None:
     """Bind the selection of pages by bounds of their scores; return None if kernels do not support it."""
-    if _is_empty(grid) or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES:
+    if grid.is_empty or max(grid.q.ndim, grid.k.ndim) > _MOST_AXES:
         return None
     bounds = Workspace((*grid.heads, *grid.size), accumulator_dtype(grid.q.dtype))
     kernels = page_bounding(grid.q, grid.k, grid.shape.batch, grid.block[1])
@@ -202,15 +203,11 @@ def of_page_bounds(grid: Grid, budget: Budget, forced: Forced) -> Selection | No
 
 def of_chance(grid: Grid, seed: int, budget: Budget, forced: Forced) -> Selection | None:
     """Bind the selection by random numbers that a kernel draws; return None if kernels do not support it."""
-    if _is_empty(grid):
+    if grid.is_empty:
         return None
     shape = (*grid.heads, *grid.size)
     numbers = {"numbers": Workspace(shape, np.dtype(np.float32))}
     return _by_scores(grid, [(drawing(shape, seed), {})], numbers, budget, forced, has_shares=False)
-
-
-def _is_empty(grid: Grid) -> bool:
-    return 0 in (grid.shape.num_batch, grid.shape.num_heads, grid.shape.seqlen_q, grid.shape.seqlen_kv)
 
 
 def _means(rows: Array, side: int) -> Workspace:

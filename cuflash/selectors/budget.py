@@ -166,6 +166,9 @@ class Forced:
         refuse(reasons)
 
 
+DIAGONAL = Forced()  # the blocks that every selector forces by default
+
+
 @dataclass(frozen=True, eq=False)
 class Diagonal:
     """The blocks with diagonal keys of each block row, from which eligible and forced blocks are computed.

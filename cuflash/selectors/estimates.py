@@ -16,12 +16,10 @@ from ..masks.shape import BlockSize
 from ..planning.options import Causality, MaskLike, Window
 from ..study._masses import block_mass, require_served
 from . import bound, masked
-from .budget import Budget, Forced
+from .budget import DIAGONAL, Budget, Forced
 from .by_query import Estimate, kept_blocks, selected, share_reasons
 from .grid import Grid, block_means, of_strides, padded
 from .query_scores import RunKeys, chosen_by_kernel
-
-_DIAGONAL = Forced()
 
 
 @explains_keywords
@@ -31,7 +29,7 @@ def pooled(
     *,
     budget: Budget,
     block: BlockSize = (128, 128),
-    forced: Forced = _DIAGONAL,
+    forced: Forced = DIAGONAL,
     causal: Causality = False,
     mask: MaskLike | None = None,
     window: Window | None = None,
@@ -139,7 +137,7 @@ def antidiagonal(
     budget: Budget,
     block: BlockSize = (128, 128),
     stride: int = 8,
-    forced: Forced = _DIAGONAL,
+    forced: Forced = DIAGONAL,
     causal: Causality = False,
     mask: MaskLike | None = None,
     window: Window | None = None,

@@ -107,13 +107,15 @@ class Grid:
         return (*self.shape.batch, self.shape.num_heads) if self.has_heads else ()
 
     @property
+    def is_empty(self) -> bool:
+        """True if there are no scores."""
+        return 0 in (self.shape.num_batch, self.shape.num_heads, self.shape.seqlen_q, self.shape.seqlen_kv)
+
+    @property
     def is_masked(self) -> bool:
         """True if estimates depend on the mask: on the caller's, or on a causal mask with empty rows or unused keys."""
-        num_batch, num_heads = self.shape.num_batch, self.shape.num_heads
-        seqlen_q, seqlen_kv = self.shape.seqlen_q, self.shape.seqlen_kv
-        if 0 in (num_batch, num_heads, seqlen_q, seqlen_kv):
-            return False
-        return self.has_own_mask or self.is_causal and (self.offset < 0 or seqlen_q + self.offset < seqlen_kv)
+        is_cut = self.offset < 0 or self.shape.seqlen_q + self.offset < self.shape.seqlen_kv
+        return not self.is_empty and (self.has_own_mask or self.is_causal and is_cut)
 
     def leading(self, x: Array) -> Array:
         """Reshape an array [batch or 1, num_heads or 1, ...] of a mask to the leading axes of scores."""

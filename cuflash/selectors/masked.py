@@ -222,8 +222,7 @@ def _of_mean_keys(
     xp, (num_rows, num_columns), dim = grid.xp, grid.size, grid.k.shape[-1]
     shape = grid.shape
     keys = grid.k.astype(of_queries.dtype)
-    with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
-        scores = products(of_queries, grid.of_query_heads(block_means(grid.k, grid.block[1])))
+    scores = products(of_queries, grid.of_query_heads(block_means(grid.k, grid.block[1])))
     scores = xp.broadcast_to(scores, (*grid.heads, num_rows, num_columns)).copy()
     unlike, directions = None, None
     if threshold is not None:

@@ -17,12 +17,10 @@ from ..masks.shape import block_pair, BlockSize
 from ..planning.options import Causality, MaskLike, Window
 from ..plans.conversion import as_arrays
 from . import bound, masked
-from .budget import Budget, Forced
+from .budget import DIAGONAL, Budget, Forced
 from .by_query import Estimate, selected, share_reasons
 from .cache_pages import PageOptions, chosen_again, chosen_pages
 from .grid import Grid
-
-_DIAGONAL = Forced()
 
 
 @explains_keywords
@@ -58,7 +56,7 @@ def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
     array([[[ 1., -5.]]])
     """
     page_size = whole_number("page_size", page_size, 1)
-    return _bounds(Grid.of(q, k, (1, page_size), {}, _DIAGONAL, False, None, None, None))
+    return _bounds(Grid.of(q, k, (1, page_size), {}, DIAGONAL, False, None, None, None))
 
 
 @explains_keywords
@@ -69,7 +67,7 @@ def quest(
     budget: Budget,
     block: BlockSize | None = None,
     page_size: int | None = None,
-    forced: Forced = _DIAGONAL,
+    forced: Forced = DIAGONAL,
     causal: Causality = "bottom_right",
     mask: MaskLike | None = None,
     window: Window | None = None,

@@ -14,11 +14,9 @@ from ..masks.shape import BlockSize
 from ..planning.options import Causality, MaskLike, Window
 from ..study._masses import block_mass
 from . import bound, masked
-from .budget import Budget, Forced, choose
+from .budget import DIAGONAL, Budget, Forced, choose
 from .by_query import count_within, list_length, result
 from .grid import Grid
-
-_DIAGONAL = Forced()
 
 
 @explains_keywords
@@ -30,7 +28,7 @@ def vertical_slash(
     vertical: Budget | None = None,
     slash: Budget | None = None,
     block: BlockSize = (128, 128),
-    forced: Forced = _DIAGONAL,
+    forced: Forced = DIAGONAL,
     causal: Causality = False,
     mask: MaskLike | None = None,
     window: Window | None = None,

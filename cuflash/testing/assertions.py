@@ -31,7 +31,7 @@ from ..bounds.rounding import limits
 from ..dropout import Dropout
 from ..keywords import explains_keywords
 from ..masks.base import Mask
-from ..masks.content import without_memos
+from ..masks.content import Memoized
 from ..planning.problem import Problem
 from ..scores.score import Score
 from ..scores.trace import shifted_by
@@ -53,7 +53,7 @@ class Attend(Protocol):
 
 @explains_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Example:
+class Example(Memoized):
     """The operands of one call, with the exact results and the error bounds.
 
     Parameters
@@ -102,9 +102,6 @@ class Example:
     precision: str = "ieee"
     product_dtype: DTypeLike | None = None
     origin: str = ""
-
-    def __getstate__(self) -> Any:
-        return without_memos(self)
 
     def but(self, **changes: Any) -> Example:
         """Copy the example with some operands replaced.
@@ -536,7 +533,6 @@ def assert_exact_probes(attend: Attend, example: Example) -> float:
     return max([probe(attend, example) for probe in probes] + [assert_wide_accumulators(attend, example.q.dtype)])
 
 
-@explains_keywords
 def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
     """Assert that lse is log(number of keys) for q = 0, for which every weight is 1.
 
@@ -549,7 +545,6 @@ def assert_lse_counts_the_keys(attend: Attend, example: Example) -> float:
     return assert_within("lse", lse, exact, 4 * _roundoffs(example)[1] * np.abs(exact), _probe("q = 0", example))
 
 
-@explains_keywords
 def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
     """Assert that for q = 0 and v = 1, o is 1 up to one last place, and 0 in a row without keys."""
     __tracebackhide__ = True
@@ -558,7 +553,6 @@ def assert_ones_stay_ones(attend: Attend, example: Example) -> float:
     return assert_within("o", o, exact, 2 * _roundoffs(example)[0], _probe("q = 0, v = 1", example))
 
 
-@explains_keywords
 def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
     """Assert that each row attends the keys of the mask.
 
@@ -581,7 +575,6 @@ def assert_mask_is_the_one_asked_for(attend: Attend, example: Example) -> float:
     return max(ratios)
 
 
-@explains_keywords
 def assert_means_are_exact(attend: Attend, example: Example) -> float:
     """Assert that for q = 0 and integers in v, o is the mean over a row's keys up to the rounding of the division."""
     __tracebackhide__ = True
@@ -593,7 +586,6 @@ def assert_means_are_exact(attend: Attend, example: Example) -> float:
     return assert_within("o", o, exact, _two_roundings(example, exact), _probe("q = 0, v = integers", example))
 
 
-@explains_keywords
 def assert_wide_accumulators(attend: Attend, dtype: DTypeLike) -> float:
     """Assert that accumulators are wider than the storage dtype, by one key of weight 1 and 8192 keys of tiny weights.
 

@@ -14,10 +14,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import numpy as np
 
 from ..arrays import Array
-from ..keywords import explains_keywords
 
 
-@explains_keywords
 class Dual:
     """Values of a function with their derivatives with respect to several variables.
 
@@ -123,7 +121,6 @@ def _is_same(index: Array, other: Array) -> bool:
     return len(first) == len(second) and all(map(np.array_equal, first, second))
 
 
-@explains_keywords
 class Captured:
     """A captured array of a score function, in which each index that is read is a separate variable.
 

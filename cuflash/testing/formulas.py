@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from numpy.typing import DTypeLike
 
 from ..arrays import Array
-from ..keywords import explains_keywords
 from ..masks.shape import MaskShape
 
 
@@ -135,7 +134,6 @@ class Formula:
 
 
 @cache
-@explains_keywords
 def formulas(depth: int = 4) -> st.SearchStrategy[Formula]:
     """Return a strategy for formulas of at most this depth, most of which read the score."""
     trees = _reals(depth)

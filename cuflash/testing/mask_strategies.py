@@ -101,7 +101,6 @@ def _align(draw: st.DrawFn, shape: MaskShape) -> str | None:
 INTEGER_KINDS = st.sampled_from((int, *INTEGER_TYPES))
 
 
-@explains_keywords
 def as_kind(number: int, kind: type[int] | type[np.integer]) -> Integer:
     """Convert a number to an integer type if the type can represent it."""
     return kind(number) if kind is int or np.iinfo(kind).min <= number <= np.iinfo(kind).max else number
@@ -213,7 +212,6 @@ def _on_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
 CHOICES = ("random", "shared", "disjoint", "the same", "the first by all")  # which blocks neighbouring queries choose
 
 
-@explains_keywords
 @st.composite
 def chosen_blocks(draw: st.DrawFn, shape: MaskShape, num_kv_heads: int = 1) -> ChosenBlocks:
     """Draw lists of chosen blocks of every kind for a shape, some with repeated numbers, unused entries or empty rows.

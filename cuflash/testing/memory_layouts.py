@@ -7,12 +7,10 @@ from types import EllipsisType
 
 import numpy as np
 
-from ..keywords import explains_keywords
 
 LAYOUTS = ("contiguous", "transposed", "padded", "stepped", "negative", "offset", "broadcast", "odd_strides")
 
 
-@explains_keywords
 def laid_out(values: np.ndarray, layout: str) -> np.ndarray:
     """Copy values into an array with a memory layout; memory between its elements holds NaN.
 

@@ -15,12 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import Array
-from ..keywords import explains_keywords
 from ..reference import expand_heads, sum_heads_to, sum_to, with_heads
 from .assertions import Example, as_result, assert_within_bounds, require_results
 
 
-@explains_keywords
 class Expected(NamedTuple):
     """The classification of a result's elements, as bool arrays with the shape of the result.
 
@@ -108,7 +106,6 @@ def _assert_all(name: str, result: Array, must: Array, does: Array, words: str, 
         )
 
 
-@explains_keywords
 def expected(example: Example) -> dict[str, Expected]:
     """Classify the elements of o and lse, with `do` also of dq, dk and dv, and with a sink also of dsink."""
     score, allowed, holds = _pairs(example)
@@ -133,7 +130,6 @@ def expected(example: Example) -> dict[str, Expected]:
     }
 
 
-@explains_keywords
 def finite_part(example: Example) -> Example:
     """Return the example with 0 instead of NaN and infinities, and without the keys whose scores are -inf.
 

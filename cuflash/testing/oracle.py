@@ -1,7 +1,8 @@
 """Exact attention for tests, by a loop over heads.
 
 >>> import numpy as np
->>> o, lse = attention(np.zeros((1, 1)), np.zeros((3, 1)), np.array([[1.0], [2.0], [6.0]]))
+>>> operands = np.zeros((1, 1)), np.zeros((3, 1)), np.array([[1.0], [2.0], [6.0]])
+>>> o, lse = Heads(*operands).attention()
 >>> o.round(9).astype(float).tolist(), np.exp(lse).round(9).astype(float).tolist()
 ([[3.0]], [3.0])
 
@@ -20,7 +21,6 @@ from typing import Protocol
 import numpy as np
 
 from ..arrays import Array
-from ..keywords import explains_keywords
 from .dual import Captured, Dual
 
 
@@ -33,47 +33,6 @@ class FunctionOfScores(Protocol):
     def arrays(self) -> Mapping[str, Array]: ...
 
 
-@explains_keywords
-def attention(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    mask: np.ndarray | None = None,
-    scale: float | None = None,
-    sink: np.ndarray | None = None,
-    *,
-    score: FunctionOfScores | None = None,
-    weight_factors: np.ndarray | None = None,
-) -> tuple[Array, Array]:
-    """Return o and lse, with the arguments and shapes of `cuflash.reference.attention`.
-
-    The `function` of a score is called on arrays of all scores and positions, and differentiated by dual numbers.
-    """
-    return Heads(q, k, v, mask, scale, sink, score, weight_factors).attention()
-
-
-@explains_keywords
-def attention_vjp(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    do: np.ndarray,
-    dlse: np.ndarray | None = None,
-    mask: np.ndarray | None = None,
-    scale: float | None = None,
-    sink: np.ndarray | None = None,
-    *,
-    score: FunctionOfScores | None = None,
-    wrt: tuple[str, ...] = (),
-    weight_factors: np.ndarray | None = None,
-) -> tuple[Array, ...]:
-    """Return dq, dk and dv, with the arguments and shapes of `cuflash.reference.attention_vjp`.
-
-    They are followed by dsink if there is a sink, and by the gradients of the score's arrays that `wrt` names.
-    """
-    return Heads(q, k, v, mask, scale, sink, score, weight_factors).vjp(do, dlse, wrt)
-
-
 class Heads:
     """The heads of all batch entries of one call, whose results share the probabilities.
 
@@ -81,8 +40,8 @@ class Heads:
     """
 
     def __init__(
-        self, q: Array, k: Array, v: Array, mask: Array, scale: float | None, sink: Array,
-        score: FunctionOfScores | None, factors: Array,
+        self, q: Array, k: Array, v: Array, mask: Array | None = None, scale: float | None = None,
+        sink: Array | None = None, score: FunctionOfScores | None = None, factors: Array | None = None,
     ) -> None:
         q_shape, k_shape, v_shape = (np.shape(x) for x in (q, k, v))
         self.dtype = np.dtype(np.longdouble if np.dtype(q.dtype).itemsize >= 8 else np.float64)

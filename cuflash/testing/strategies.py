@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,6 @@ NON_FINITE = ("nan", "inf", "-inf")
 # Sizes
 
 
-@explains_keywords
 def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     """Return a strategy for sequence lengths: primes, and lengths near multiples of the tile.
 
@@ -63,7 +63,6 @@ def lengths(tile: int = 64, longest: int = 260) -> st.SearchStrategy[int]:
     return st.one_of(primes, *(each.map(lambda length: min(max(length, 0), longest)) for each in around))
 
 
-@explains_keywords
 def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[tuple[int, int]]:
     """Return a strategy for (num_heads, num_kv_heads), with groups of 1, 2, 3, 7 or 8 query heads.
 
@@ -74,13 +73,11 @@ def heads(most: int = 24, groups: Sequence[int] = GROUPS) -> st.SearchStrategy[t
     return st.sampled_from(pairs + several)
 
 
-@explains_keywords
 def head_dims(widest: int = 256) -> st.SearchStrategy[int]:
     """Return a strategy for head_dim and value_dim: powers of two, numbers next to them, and common sizes of models."""
     return st.sampled_from([dim for dim in HEAD_DIMS if dim <= widest])
 
 
-@explains_keywords
 def scales() -> st.SearchStrategy[float | None]:
     """Return a strategy for the scale: half of the time None (1 / sqrt(head_dim)), otherwise -0.5 or 1e-3 to 1e4."""
     return st.none() | st.sampled_from(SCALES)
@@ -89,7 +86,6 @@ def scales() -> st.SearchStrategy[float | None]:
 # Memory layouts
 
 
-@explains_keywords
 def layouts() -> st.SearchStrategy[str]:
     """Return a strategy for names of memory layouts, see `laid_out`."""
     return st.sampled_from(LAYOUTS)
@@ -285,49 +281,6 @@ def _filled(rng: np.random.Generator, name: str, shape: tuple[int, ...], values:
     return drawn
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Limits:
-    """The arguments of `structures`, which limit what is drawn."""
-
-    tile: int
-    dtypes: Sequence[str]
-    most_scores: int
-    most_rows: int
-    max_leaves: int
-    widest: int
-    longest: int
-    has_non_finite: bool
-    has_sink: bool
-    has_score: bool
-    has_dropout: bool
-    batch: Sequence[tuple[int, ...]] | None
-    grouped_heads: bool
-    layouts: Sequence[str]
-    empty_rows: bool
-    masks: Masks | None
-    sink_dtypes: Sequence[str] | None
-    broadcast_sinks: bool
-
-    def reasons(self) -> list[str]:
-        """Return why arguments of `structures` are refused."""
-        counts = ("tile", "most_scores", "most_rows", "max_leaves", "widest", "longest")
-        reasons = int_reasons(1, **{name: getattr(self, name) for name in counts})
-        reasons += _dtype_reasons("dtypes", self.dtypes)
-        reasons += [] if self.sink_dtypes is None else _dtype_reasons("sink_dtypes", self.sink_dtypes)
-        for name in (
-            "has_non_finite", "has_sink", "has_score", "has_dropout", "broadcast_sinks", "grouped_heads", "empty_rows",
-        ):  # fmt: skip
-            reasons += flag_reasons(name, getattr(self, name))
-        reasons += _batch_reasons(self.batch) + _layout_reasons(self.layouts)
-        is_strategy = self.masks is None or isinstance(self.masks, st.SearchStrategy) or callable(self.masks)
-        if not is_strategy or isinstance(self.masks, Mask):
-            reasons.append(
-                f"masks must be a strategy for masks, or a function of a MaskShape that returns one; got "
-                f"{describe(self.masks)}: use hypothesis.strategies.just(mask), or none() to draw no mask"
-            )
-        return reasons
-
-
 @explains_keywords
 def structures(
     *,
@@ -380,9 +333,29 @@ def structures(
     ...     assert structure.num_heads * structure.seqlen_q * structure.seqlen_kv <= 1000
     >>> test()
     """
-    limits = _Limits(**locals())  # all parameters by name
-    refuse(limits.reasons())
+    limits = SimpleNamespace(**locals())  # all parameters by name
+    refuse(_limit_reasons(limits))
     return _structures(limits)
+
+
+def _limit_reasons(limits: SimpleNamespace) -> list[str]:
+    """Return why arguments of `structures`, by name, are refused."""
+    counts = ("tile", "most_scores", "most_rows", "max_leaves", "widest", "longest")
+    reasons = int_reasons(1, **{name: getattr(limits, name) for name in counts})
+    reasons += _dtype_reasons("dtypes", limits.dtypes)
+    reasons += [] if limits.sink_dtypes is None else _dtype_reasons("sink_dtypes", limits.sink_dtypes)
+    for name in (
+        "has_non_finite", "has_sink", "has_score", "has_dropout", "broadcast_sinks", "grouped_heads", "empty_rows",
+    ):  # fmt: skip
+        reasons += flag_reasons(name, getattr(limits, name))
+    reasons += _batch_reasons(limits.batch) + _layout_reasons(limits.layouts)
+    is_strategy = limits.masks is None or isinstance(limits.masks, st.SearchStrategy) or callable(limits.masks)
+    if not is_strategy or isinstance(limits.masks, Mask):
+        reasons.append(
+            f"masks must be a strategy for masks, or a function of a MaskShape that returns one; got "
+            f"{describe(limits.masks)}: use hypothesis.strategies.just(mask), or none() to draw no mask"
+        )
+    return reasons
 
 
 def _dtype_reasons(argument: str, dtypes: Sequence[str]) -> list[str]:
@@ -423,7 +396,7 @@ def _layout_reasons(layouts: Sequence[str]) -> list[str]:
 
 
 @st.composite
-def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
+def _structures(draw: st.DrawFn, limits: SimpleNamespace) -> Structure:
     longest = min(limits.longest, draw(shared(st.sampled_from, (limits.longest, limits.longest, SHORT))))
     seqlen_q, seqlen_kv = draw(shared(st.tuples, *[shared(lengths, limits.tile, longest)] * 2))
     seqlen_kv = seqlen_q if draw(st.booleans()) else seqlen_kv
@@ -464,7 +437,7 @@ def _structures(draw: st.DrawFn, limits: _Limits) -> Structure:
 
 
 @st.composite
-def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, tuple[tuple[int, ...], ...]]:
+def _axes(draw: st.DrawFn, limits: SimpleNamespace, room: int) -> tuple[bool, int, int, tuple[tuple[int, ...], ...]]:
     """Draw whether there are heads, their numbers, and batch axes; all batch entries together have <= `room` heads."""
     groups = GROUPS if limits.grouped_heads else (1,)
     if limits.batch is not None:
@@ -478,7 +451,7 @@ def _axes(draw: st.DrawFn, limits: _Limits, room: int) -> tuple[bool, int, int, 
 
 
 @st.composite
-def _masks(draw: st.DrawFn, limits: _Limits, shape: MaskShape) -> Mask | None:
+def _masks(draw: st.DrawFn, limits: SimpleNamespace, shape: MaskShape) -> Mask | None:
     """Draw a mask within the limits; if empty rows are not allowed, such rows attend all keys instead."""
     if limits.masks is None:
         is_masked = draw(shared(st.sampled_from, (False, True, True, True)))
@@ -497,7 +470,6 @@ def _layouts(names: Sequence[str]) -> st.SearchStrategy[tuple[str, ...]]:
     return st.one_of(*contiguous, st.tuples(*[st.sampled_from(tuple(names))] * 5))
 
 
-@explains_keywords
 def dropouts() -> st.SearchStrategy[Dropout]:
     """Return a strategy for dropouts, including the ends of the ranges of probabilities, seeds and offsets."""
     probabilities = st.sampled_from((0, 2.0**-8, 0.1, 0.5, 1 - 2.0**-8)) | st.floats(2.0**-8, 0.9)
@@ -506,7 +478,6 @@ def dropouts() -> st.SearchStrategy[Dropout]:
     return st.builds(Dropout, probabilities, seeds, offsets)
 
 
-@explains_keywords
 @st.composite
 def sinks(
     draw: st.DrawFn, shape: MaskShape, dtype: str, dtypes: Sequence[str] | None = None, broadcasts: bool = True

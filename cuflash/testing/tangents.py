@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from .. import reference
 from ..arrays import Array, accumulator_dtype
 from ..bounds import Bounds
-from ..keywords import explains_keywords
 from ..planning.score_operands import numbers_of
 from ..scores.program import Program, derived, pushed
 from ..scores.values import Operands, values
@@ -33,7 +32,6 @@ from .strategies import examples
 KINDS = ("normal", "lattice", "zero", "one_hot", "drift")
 
 
-@explains_keywords
 @dataclass(frozen=True, eq=False)
 class Moving:
     """An example with tangents of its arrays.
@@ -184,7 +182,6 @@ class Moving:
         return f"Moving({self.example!r}, tangents of {', '.join(self.tangents)})"
 
 
-@explains_keywords
 def with_tangents(example: Example, kinds: Mapping[str, str], seed: int = 0, layout: str = "contiguous") -> Moving:
     """Add random tangents of some arrays to an example.
 
@@ -228,7 +225,6 @@ def with_tangents(example: Example, kinds: Mapping[str, str], seed: int = 0, lay
     return Moving(example, tangents)
 
 
-@explains_keywords
 def movings(**drawn: Any) -> st.SearchStrategy[Moving]:
     """Return a strategy for examples with tangents of some of their arrays.
 
@@ -260,7 +256,6 @@ def movings(**drawn: Any) -> st.SearchStrategy[Moving]:
     return examples(**drawn).flatmap(tangents)
 
 
-@explains_keywords
 def assert_tangents_within_bounds(moving: Moving, **results: Array) -> float:
     """Assert that every element of the tangents is within its bound of the exact element.
 

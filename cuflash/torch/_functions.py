@@ -68,7 +68,13 @@ def _pulled_back(ctx: FunctionCtx, needed: Sequence[bool], do: Tensor | None, dl
 
 
 def _with_passes(kind: type[Function]) -> type[Function]:
-    """Let a function with arguments (call, wrt, *tensors) save its tensors for both modes, and batch it."""
+    """Let a function with arguments (call, wrt, *tensors) run its pass, save its tensors for both modes, and batch it.
+
+    A forward method of its own replaces the common one.
+    """
+
+    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Results:
+        return tuple(run(call, kind.runs, wrt, _resolved(tensors)))
 
     def setup_context(ctx: FunctionCtx, inputs: Sequence[Tensor], output: Sequence[Tensor]) -> None:
         ctx.call, ctx.wrt, *tensors = inputs
@@ -89,6 +95,8 @@ def _with_passes(kind: type[Function]) -> type[Function]:
         )
         return results, (0,) * len(results)
 
+    if "forward" not in vars(kind):
+        kind.forward = staticmethod(forward)
     kind.setup_context, kind.vmap = staticmethod(setup_context), staticmethod(vmap)
     return kind
 
@@ -124,11 +132,6 @@ class _Tangent(Function):
     runs, saves_results = "jvp", True
 
     @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Results:
-        o_dot, lse_dot = run(call, "jvp", (), _resolved(tensors))
-        return o_dot, lse_dot
-
-    @staticmethod
     def backward(ctx: FunctionCtx, u: Tensor | None, u_lse: Tensor | None) -> Results:
         call, (o_dot, lse_dot, o, lse, *both) = ctx.call, ctx.saved_tensors
         num = len(call.names)
@@ -158,10 +161,6 @@ class _Gradients(Function):
     """The gradients of q, k, v and the operands in `wrt`: a function of do, dlse, o, lse and the call's tensors."""
 
     runs, saves_results = "backward", False
-
-    @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Results:
-        return tuple(run(call, "backward", wrt, _resolved(tensors)))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *cotangents: Tensor | None) -> Results:
@@ -200,10 +199,6 @@ class _Second(Function):
     """The tangents of gradients: a function of all tensors of the other passes and of their tangents."""
 
     runs, saves_results = "backward_jvp", False
-
-    @staticmethod
-    def forward(call: AnyCall, wrt: Sequence[str], *tensors: Tensor | None) -> Results:
-        return tuple(run(call, "backward_jvp", wrt, _resolved(tensors)))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *cotangents: Tensor | None) -> NoReturn:

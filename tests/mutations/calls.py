@@ -123,7 +123,7 @@ FAULTS = {
     },
     pickled_after_use(an_index): {
         "an index takes its memos along": Edit(
-            "blocks/index.py", "BlockIndex.__getstate__", "return without_memos(self)", "return dict(vars(self))"
+            "blocks/index.py", "BlockIndex.__getstate__", "return super().__getstate__()", "return dict(vars(self))"
         ),
     },
     pickled_after_use(a_pullback): {

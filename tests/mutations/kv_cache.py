@@ -282,7 +282,7 @@ FAULTS = {
     },
     refuses(lambda library: a_cache(library, page_size=40, num_pages=3), "page_size must be a multiple of 16"): {
         "pages are of any size": Edit(
-            CHANGES, "new_state", "reasons += page_reasons(page_size, num_pages)", "pass"
+            "cache/kv_cache.py", "KVCache.__init__", "reasons += page_reasons(page_size, num_pages)", "pass"
         ),
     },
     refuses(lambda library: (lambda q: filled(library).attention(q, out=q))(K.copy()), "out must not overlap q"): {

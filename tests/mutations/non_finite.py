@@ -15,8 +15,8 @@ from cuflash.testing import assert_non_finite
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_non_finite import (
-    KINDS, MERGED, WORK, a_fault_a_head, assert_follows_the_rule, assert_keys_reach_their_queries_only, assert_merges,
-    assert_parts_follow_the_rule, faulty,
+    KINDS, MERGED, WORK, OfHeads, a_fault_a_head, assert_follows_the_rule, assert_keys_reach_their_queries_only,
+    assert_merges, assert_parts_follow_the_rule, faulty,
 )  # fmt: skip
 from test_sm90 import with_fewest_tiles
 
@@ -60,7 +60,7 @@ def specification_is_right(library: ModuleType) -> None:
 
 def oracle_is_right(library: ModuleType) -> None:
     for fields in WORK.values():
-        assert_follows_the_rule(part(library, "testing.oracle"), a_fault_a_head(**fields))
+        assert_follows_the_rule(OfHeads(part(library, "testing.oracle").Heads), a_fault_a_head(**fields))
 
 
 @with_fewest_tiles(0)

@@ -159,8 +159,8 @@ FAULTS = {
             "(lambda d, g, n, a, b: d.times(g, a), lambda d, g, n, a, b: d.times(g, b))",
         ),
         "a tie of min goes to the second": Edit(
-            PRIMITIVES, None, 'd.apply("where", d.apply("le", a, b), g, d.zero)',
-            'd.apply("where", d.apply("lt", a, b), g, d.zero)',
+            PRIMITIVES, "_extremum", 'd.apply("where", d.apply(order, a, b), g, d.zero)',
+            'd.apply("where", d.apply(order.replace("le", "lt"), a, b), g, d.zero)',
         ),
         "the branch that is not chosen has the derivative": Edit(
             PRIMITIVES, None, 'lambda d, g, n, a, b, c: d.apply("where", a, d.zero, g)',
@@ -313,7 +313,7 @@ FAULTS = {
             "score, e_score = np.where(allowed, final.f, 0), 0 * e_score",
         ),
         "the bound has no slope": Edit(
-            "bounds/gradients.py", "_through_slope", "e_ds = slope * e_df +", "e_ds = 0 * e_df +"
+            "bounds/gradients.py", "through_slope", "e_ds = slope * e_df +", "e_ds = 0 * e_df +"
         ),
         "the bound of an array's gradient is that of one read": Edit(
             "bounds/captured.py", "_gradient_tolerance", "), (tolerance, terms), (masses, mass))", "), (masses, mass))"

@@ -398,7 +398,7 @@ def test_a_cache_without_room_is_an_error_before_its_tables_take_memory(
 ) -> None:
     """Creating lists of 2^31 items would take all memory of the machine instead of raising an error."""
     for name in ("OwnPages", "PagePool"):
-        monkeypatch.setattr(f"cuflash.cache._changes.{name}", pytest.fail)
+        monkeypatch.setattr(f"cuflash.cache.kv_cache.{name}", pytest.fail)
     sizes = {"batch": 2**31 - 1, "num_kv_heads": num_kv_heads, "head_dim": 256, "capacity": 1024}
     with pytest.raises(MemoryError):
         KVCache(**sizes, dtype=np.float64, **more)

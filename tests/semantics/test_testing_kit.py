@@ -388,7 +388,7 @@ def test_changed_operands_are_judged_again():
 
 @pytest.mark.parametrize(("dtype", "wide"), [(np.float16, np.float64), (np.float64, np.longdouble)])
 def test_the_oracle_is_wider_than_what_it_judges(dtype, wide):
-    o, _ = oracle.attention(*np.ones((3, 2, 2), dtype))
+    o, _ = oracle.Heads(*np.ones((3, 2, 2), dtype)).attention()
     assert o.dtype == wide
 
 
