@@ -13,6 +13,7 @@ from cuflash.testing import Structure
 from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, with_tangents
 from mutations.planting import Edit
 from mutations.python_guards import in_base_2
+from test_bounds import check_overflow
 
 import cuflash
 
@@ -189,6 +190,10 @@ def overflow_has_no_bound(library: ModuleType) -> None:
     q, k, v, k_dot = (np.array(x, np.float16)[None] for x in ([[1]], [[1], [1]], [[100], [-100]], [[1], [-1]]))
     named = {"do": np.ones((1, 1, 1), np.float16), "scale": 1e4, "sink": np.zeros(1, np.float16)}
     assert np.isinf(library.error_bound(q, k, v, **named, tangents={"k": k_dot}).dsink_dot).all()
+
+
+def sums_that_overflow_have_no_bound(library: ModuleType) -> None:
+    check_overflow(library)
 
 
 def gradients_read_the_rounded_o(library: ModuleType) -> None:
@@ -399,9 +404,30 @@ FAULTS = {
             "calls/tangents.py", "push", "refuse(_overwritten_reasons(out, directions))", "pass"
         ),
     },
+    sums_that_overflow_have_no_bound: {
+        "sums never overflow": Edit("bounds/rounding.py", "summable", "error > 2", "0 * error > 2"),
+        "sums of a result never overflow": Edit(
+            "bounds/rounding.py", "rounded_up", "summable(tolerance, model)", "tolerance"
+        ),
+        "dP and D never overflow": Edit(
+            "bounds/gradients.py", "gap_of", "e_g = summable(", "e_g = (lambda error, _: error)("
+        ),
+        "dS k is scaled before it is summed": Edit(
+            "bounds/gradients.py", "gradient_tolerances",
+            "summable(rounded(ds, e_ds, terms[0], model) @ np.abs(operands.keys), model)",
+            "rounded(ds, e_ds, terms[0], model) @ np.abs(operands.keys)",
+        ),
+        "tangents of scores never overflow": Edit(
+            "bounds/tangents.py", "_final_tangents", "summable(((model.k(depth) + 4) * ua + model.t) * mass, model)",
+            "((model.k(depth) + 4) * ua + model.t) * mass",
+        ),
+        "tangents of dP and D never overflow": Edit(
+            "bounds/tangents.py", "_second_finals", "e_h = summable(", "e_h = (lambda error, _: error)("
+        ),
+    },
     gradients_read_the_rounded_o: {
         "o that overflows has a finite error": Edit(
-            "bounds/gradients.py", "stored_error", "np.where(may_overflow, np.inf, forward.tol_o)", "forward.tol_o"
+            "bounds/gradients.py", "stored_error", "np.where(may_overflow, np.inf, ", "("
         ),
     },
     wrong_tangents_are_refused: {
