@@ -82,7 +82,7 @@ def oracle(
     True
     """
     key = None
-    if share == "query":
+    if str(share) == "query":
         key = bound.key_of("oracle", q, k, block, budget, forced, causal, mask, window, scale, executor)
     if (index := bound.selected(key, q, k)) is not None:
         return index
@@ -155,7 +155,7 @@ def random(
     if rng is not None:
         seed = seed_drawn_from(rng)
     key = None
-    if type(seed) is int and share == "query":
+    if type(seed) is int and str(share) == "query":
         key = bound.key_of("random", q, k, block, budget, forced, causal, mask, window, scale, "auto", seed)
     if (index := bound.selected(key, q, k)) is not None:
         return index
@@ -254,7 +254,7 @@ def local(
     ··█▒
     """
     key = None
-    if share == "query":
+    if str(share) == "query":
         key = bound.key_of("local", q, k, block, budget, forced, causal, mask, window, scale)
     if (index := bound.selected(key, q, k)) is not None:
         return index
