@@ -528,7 +528,7 @@ def _softmax(
     allowed = allowed_of(mask, score.shape)
     # Take the maximum of the real parts: any shift gives the same softmax, so it does not affect a complex step.
     row_max = np.max(score.real, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
-    logit = np.float64(-np.inf)
+    logit: Array = np.float64(-np.inf)
     if sink is not None:
         logit = np.atleast_1d(_fitting("sink", widened(sink), score.shape[:-2]))[..., None, None]
     row_max = np.maximum(row_max, logit.real)

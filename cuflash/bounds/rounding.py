@@ -101,7 +101,7 @@ def underflow(dtype: np.dtype) -> float:
 
 
 def rounded_up(tolerance: Array, exact: Array, model: Rounding) -> Array:
-    """Return the published bound: with the margin for second-order terms, and inf if the result or a sum may overflow."""
+    """Return the published bound: with the margin for second-order terms; inf if the result or a sum may overflow."""
     bound = nan_to_inf(SECOND_ORDER * summable(tolerance, model))
     return np.where(np.abs(exact) + bound > model.largest, np.inf, bound)
 

@@ -414,7 +414,9 @@ FAULTS = {
         "arrays of the specification may broadcast": Edit(
             "reference.py", "_alike", "x is not None and np.shape(x) != tuple(shape)", "False"
         ),
-        "the specification takes arrays with more axes": Edit("reference.py", "_fitting", "missing < 0 or", "False and"),
+        "the specification takes arrays with more axes": Edit(
+            "reference.py", "_fitting", "missing < 0 or", "False and"
+        ),
         "v of the specification may have other heads": Edit(
             "reference.py", "_refuse_shapes", "of_v not in (1, of_k)", "False"
         ),
