@@ -278,6 +278,7 @@ CALLS_REFUSED = {
     "no length": (lambda: masks.Lengths(), "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding"),
     "lengths of None": (lambda: masks.Lengths(q=None, kv=None), "q= for query padding; got None for both"),
     "a band of one number": (lambda: Band(8), "masks.Band(-8, 8) has 8 keys on either side of the query"),
+    "a window of one number": (lambda: masks.SlidingWindow(8), "SlidingWindow(8, 0) has the query's own key and 8"),
     "an index of blocks": (
         lambda: cuflash.BlockIndex(np.ones((2, 2), bool)), "with BlockIndex.from_blocks, BlockIndex.from_mask or"
     ),
