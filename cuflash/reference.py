@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, as_number, describe, is_number
+from .errors import UnsupportedProblem
 from .keywords import explains_keywords
 
 __all__ = ["attention", "attention_hvp", "attention_jvp", "attention_vjp"]
@@ -92,6 +93,8 @@ def attention(
     ------
     TypeError
         The mask is not boolean, or `return_weights` is not a bool.
+    UnsupportedProblem
+        The shapes of q, k and v do not fit each other.
 
     Notes
     -----
@@ -189,12 +192,13 @@ def attention_vjp(
     probability, lse, allowed = _softmax(raw, mask, sink, score)
     num_heads = probability.shape[-3]
     keys, values = (expand_heads(widened(x), num_heads) for x in (k, v))
-    queries, do = with_heads(widened(q)), with_heads(widened(do))
+    queries, do = with_heads(widened(q)), with_heads(_alike("do", widened(do), _shape_of_o(q, v, probability)))
 
     dropped = _times(probability, weight_factors)
     o = dropped @ values
     d = np.where(allowed.any(axis=-1, keepdims=True), np.sum(do * o, axis=-1, keepdims=True), 0)
     if dlse is not None:
+        _alike("dlse", dlse, _shape_of_o(q, v, probability)[:-1])
         d = d - np.where(np.isneginf(lse[..., None]), 0, widened(dlse).reshape(d.shape))
     dp = _times(do @ np.swapaxes(values, -1, -2), weight_factors)
     ds = np.where(allowed, probability * (dp - d), 0)
@@ -361,6 +365,9 @@ def attention_hvp(
     q_and_dot, k_and_dot, v_and_dot = pushed.q_and_dot, pushed.k_and_dot, pushed.v_and_dot
 
     has_key, has_lse = allowed.any(axis=-1, keepdims=True), ~np.isneginf(lse[..., None])
+    shape = _shape_of_o(q, v, probability)
+    for name, x in {"do": do, "do_dot": do_dot, "dlse": dlse, "dlse_dot": dlse_dot}.items():
+        _alike(name, x, shape[:-1] if "lse" in name else shape)
     do, do_dot = (np.where(has_key, x, 0) for x in _with_dot(do, do_dot, pushed.o.shape[-3]))
     dlse, dlse_dot = (
         0 if x is None else np.where(has_lse, widened(x).reshape(has_lse.shape), 0) for x in (dlse, dlse_dot)
@@ -416,6 +423,8 @@ class _Pushed(NamedTuple):
     ) -> _Pushed:  # fmt: skip
         (sink, sink_dot), (score, score_tangent) = sinks, functions
         raw = scores(q, k, v, scale)
+        for name, x, dot in zip(("q_dot", "k_dot", "v_dot"), (q, k, v), dots):
+            _alike(name, dot, np.shape(x))
         probability, lse, allowed = _softmax(raw, mask, sink, score)
         num_heads = probability.shape[-3]
         q_and_dot, k_and_dot, v_and_dot = (_with_dot(x, dot, num_heads) for x, dot in zip((q, k, v), dots))
@@ -466,17 +475,49 @@ def _times(x: Array, factors: Array | None) -> Array:
     """Multiply P, or dP, by factors; the product is 0 if the factor is 0, even if x is infinite or NaN."""
     if factors is None:
         return x
-    factors = np.asarray(factors)
+    factors = _fitting("weight_factors", np.asarray(factors), x.shape)
     return np.where(factors == 0, 0, x * factors)
 
 
 def scores(q: Array, k: Array, v: Array, scale: float | None) -> Array:
     """Compute scale q k^T [*batch, num_heads, seqlen_q, seqlen_kv], broadcast against the batch axes of v."""
+    _refuse_shapes(*(tuple(np.shape(x)) for x in (q, k, v)))
     queries = with_heads(widened(q))
     keys = expand_heads(widened(k), queries.shape[-3])
     score = default_scale(q, scale) * (queries @ np.swapaxes(keys, -1, -2))
     batch = np.broadcast_shapes(score.shape[:-3], np.shape(v)[:-3])
     return np.broadcast_to(score, (*batch, *score.shape[-3:]))
+
+
+def _refuse_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    got = f"got shapes {q}, {k} and {v}"
+    if min(len(q), len(k), len(v)) < 2 or (len(q) == 2) != (len(k) == 2):
+        layouts = "(*batch, heads, length, dim), or all of them (length, dim)"
+        raise UnsupportedProblem(f"q, k and v must be arrays of shape {layouts}; {got}")
+    of_q, of_k, of_v = (shape[-3] if len(shape) > 2 else 1 for shape in (q, k, v))
+    if q[-1] != k[-1] or k[-2] != v[-2] or of_v not in (1, of_k) or of_q != of_k * (of_q // max(of_k, 1)):
+        rule = "k must have q's head_dim and a divisor of its heads, and v must have k's heads, or one, and its length"
+        raise UnsupportedProblem(f"{rule}; {got}")
+
+
+def _shape_of_o(q: Array, v: Array, probability: Array) -> tuple[int, ...]:
+    shape = (*probability.shape[:-1], np.shape(v)[-1])
+    return shape if np.ndim(q) > 2 else shape[1:]
+
+
+def _alike(name: str, x: Array | None, shape: Sequence[int]) -> Array | None:
+    """Return an array; refuse one with another shape, which could broadcast."""
+    if x is not None and np.shape(x) != tuple(shape):
+        raise UnsupportedProblem(f"{name} must have shape {tuple(shape)}; got {describe(x)}")
+    return x
+
+
+def _fitting(name: str, x: Array, shape: Sequence[int]) -> Array:
+    """Return an array; refuse one that does not broadcast to a shape."""
+    missing = len(shape) - np.ndim(x)
+    if missing < 0 or any(extent not in (1, wanted) for extent, wanted in zip(np.shape(x), shape[missing:])):
+        raise UnsupportedProblem(f"{name} must broadcast to {tuple(shape)}; got shape {np.shape(x)}")
+    return x
 
 
 def _softmax(
@@ -487,7 +528,9 @@ def _softmax(
     allowed = allowed_of(mask, score.shape)
     # Take the maximum of the real parts: any shift gives the same softmax, so it does not affect a complex step.
     row_max = np.max(score.real, axis=-1, keepdims=True, initial=-np.inf, where=allowed)
-    logit = np.float64(-np.inf) if sink is None else np.atleast_1d(widened(sink))[..., None, None]
+    logit: Array = np.float64(-np.inf)
+    if sink is not None:
+        logit = np.atleast_1d(_fitting("sink", widened(sink), score.shape[:-2]))[..., None, None]
     row_max = np.maximum(row_max, logit.real)
     row_max = np.where(np.isneginf(row_max), 0, row_max)  # a row without a score above -inf; -inf - -inf would be NaN
     weight = np.where(allowed, np.exp(np.where(allowed, score - row_max, 0)), 0)
@@ -539,7 +582,7 @@ def allowed_of(mask: Array | None, shape: Sequence[int]) -> Any:
     allowed = np.asarray(True if mask is None else mask)
     if allowed.dtype != np.bool_:
         raise TypeError(f"mask must be boolean, True = attend; got dtype {allowed.dtype}")
-    return np.broadcast_to(allowed, shape)
+    return np.broadcast_to(_fitting("mask", allowed, shape), shape)
 
 
 def default_scale(q: Array, scale: float | None) -> float:

@@ -20,7 +20,7 @@ from ..scores.roundoff import (
 )  # fmt: skip
 from ..scores.values import Operands
 from .host import host_arrays
-from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, roundoff, underflow
+from .rounding import SECOND_ORDER, Rounding, limits, nan_to_inf, roundoff, summable, underflow
 
 
 _Terms: TypeAlias = tuple[LoadErrors, Array, Array]  # derivatives by a load, their factors dF, and the errors of dF
@@ -119,6 +119,6 @@ def _gradient_tolerance(
     dtype = np.dtype(array.dtype)
     tolerance = tolerance + (k + 8) * model.ua * masses + roundoff(dtype) * np.abs(exact) + counts * model.wa
     tolerance = tolerance + rounding[0] * masses + counts * rounding[1]
-    bound = nan_to_inf(SECOND_ORDER * (tolerance + underflow(dtype)))
+    bound = nan_to_inf(SECOND_ORDER * summable(tolerance + underflow(dtype), model))
     bound = np.where(np.abs(exact) + bound > float(limits(dtype).max), np.inf, bound)
     return bound.reshape(array.shape)

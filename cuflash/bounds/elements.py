@@ -143,9 +143,9 @@ def error_bound(
     Bounds
         Each element of a result is within its bound of the exact one. Rows without a key have bound 0, since o is 0 and
         lse is -inf, or the sink, exactly; except that a float64 sink with narrower q is rounded. A bound is infinite if
-        nothing is guaranteed: for a result that may overflow its dtype, for gradients from a dS that may overflow the
-        dtype to which it is rounded (65504 in float16), and for scores so large (around 10^6 in float32) that
-        exp(score) has no correct digit.
+        nothing is guaranteed: for a result, or a sum from which it is computed, that may overflow its dtype, for
+        gradients from a dS that may overflow the dtype to which it is rounded (65504 in float16), and for scores so
+        large (around 10^6 in float32) that exp(score) has no correct digit.
 
     Raises
     ------

@@ -13,7 +13,7 @@ from ..arrays import Array
 from ..reference import sum_heads_to, sum_to
 from ..scores.roundoff import PushedErrors, ScoreErrors
 from .forward import Forward, Operands, excess_of
-from .rounding import SECOND_ORDER, Rounding, limits, rounded_up, roundoff, underflow
+from .rounding import SECOND_ORDER, Rounding, limits, rounded_up, roundoff, summable, underflow
 
 
 class Cotangents(NamedTuple):
@@ -45,8 +45,8 @@ def gradient_tolerances(
     weights = np.where(np.isneginf(forward.log_p), 0, weights)
     exact = scale * (ds @ operands.keys), scale * (turned(ds) @ operands.queries), turned(z * p) @ cotangents.do
     tolerances = (
-        abs(scale) * (rounded(ds, e_ds, terms[0], model) @ np.abs(operands.keys)),
-        abs(scale) * (turned(rounded(ds, e_ds, terms[1], model)) @ np.abs(operands.queries)),
+        abs(scale) * summable(rounded(ds, e_ds, terms[0], model) @ np.abs(operands.keys), model),
+        abs(scale) * summable(turned(rounded(ds, e_ds, terms[1], model)) @ np.abs(operands.queries), model),
         turned(weights) @ np.abs(cotangents.do),
     )
     return df, e_df, summed(operands, exact, tolerances, terms)
@@ -100,15 +100,15 @@ def gap_of(operands: Operands, forward: Forward, cotangents: Cotangents) -> Gap:
     e_dp = z * (rounding * (np.abs(do) @ turned(np.abs(values))) + value_dim * wa)
     d, e_d = _row_sums(operands, forward, do)
     g = dp - d + dlse
-    e_g = e_dp + e_d + value_dim * wa + 2 * ua * (np.abs(dp) + np.abs(d) + np.abs(dlse))
+    e_g = summable(e_dp + e_d + value_dim * wa + 2 * ua * (np.abs(dp) + np.abs(d) + np.abs(dlse)), model)
     e_df = (p_excess + 2 * ua * (p + p_excess)) * (np.abs(g) + e_g) + p * e_g + wa
     return Gap(p_excess, g, e_g, p * g, np.where(np.isneginf(forward.log_p), 0, e_df))
 
 
 def stored_error(operands: Operands, forward: Forward) -> Array:
-    """Return the error of o before it is rounded for gradients to read; infinite if o may overflow its dtype."""
+    """Return the error of o before it is rounded for gradients to read; infinite if o, or its sums, may overflow."""
     may_overflow = np.abs(forward.o) + SECOND_ORDER * forward.tol_o > operands.model.largest
-    return np.where(may_overflow, np.inf, forward.tol_o)
+    return np.where(may_overflow, np.inf, summable(forward.tol_o, operands.model))
 
 
 def _row_sums(operands: Operands, forward: Forward, do: Array) -> tuple[Array, Array]:
@@ -130,7 +130,8 @@ def delta_of(operands: Operands, forward: Forward, cotangents: Cotangents) -> tu
     """Return delta = D - dlse and its error, [..., rows, 1]."""
     model, (do, dlse) = operands.model, cotangents
     d, e_d = _row_sums(operands, forward, do)
-    return d - dlse, e_d + 2 * model.ua * (np.abs(d) + np.abs(dlse)) + operands.values.shape[-1] * model.wa
+    error = e_d + 2 * model.ua * (np.abs(d) + np.abs(dlse)) + operands.values.shape[-1] * model.wa
+    return d - dlse, summable(error, model)
 
 
 def sink_weight(operands: Operands, forward: Forward) -> tuple[Array, Array]:

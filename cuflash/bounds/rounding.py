@@ -101,9 +101,14 @@ def underflow(dtype: np.dtype) -> float:
 
 
 def rounded_up(tolerance: Array, exact: Array, model: Rounding) -> Array:
-    """Return the published bound: with the margin for second-order terms, and inf if the storage dtype may overflow."""
-    bound = nan_to_inf(SECOND_ORDER * tolerance)
+    """Return the published bound: with the margin for second-order terms; inf if the result or a sum may overflow."""
+    bound = nan_to_inf(SECOND_ORDER * summable(tolerance, model))
     return np.where(np.abs(exact) + bound > model.largest, np.inf, bound)
+
+
+def summable(error: Array, model: Rounding) -> Array:
+    """Return the error of a sum, or inf if the sum may overflow: an error is at least 2 ua times the absolute terms."""
+    return np.where(error > 2 * model.ua * model.largest_sum, np.inf, error)
 
 
 def nan_to_inf(bound: Array) -> Array:

@@ -16,7 +16,7 @@ from .gradients import (
     Cotangents, delta_of, gap_of, rounded, sink_tolerance, sink_weight, stored_error, summed, terms_of, through_slope,
     turned, weight_error,
 )  # fmt: skip
-from .rounding import SECOND_ORDER, Rounding, nan_to_inf, rounded_up
+from .rounding import SECOND_ORDER, Rounding, nan_to_inf, rounded_up, summable
 
 
 class Dots(NamedTuple):
@@ -110,7 +110,7 @@ def push_tolerances(operands: Operands, forward: Forward, dots: Dots, tangents: 
     tol_o_dot = tol_o_dot + 3 * ua * (abs_o_dot + e_sum + spread * (abs_o + forward.tol_o))
     tol_o_dot = tol_o_dot + model.u * abs_o_dot + model.w + 2 * operands.weights.most * seqlen_kv * wa + head_dim * wa
     # Tangents of gradients read the stored o_dot, which has been rounded.
-    tol_o_dot = np.where(abs_o_dot + SECOND_ORDER * tol_o_dot > model.largest, np.inf, tol_o_dot)
+    tol_o_dot = np.where(abs_o_dot + SECOND_ORDER * tol_o_dot > model.largest, np.inf, summable(tol_o_dot, model))
     is_row = allowed.any(axis=-1, keepdims=True)
     return Push(
         p_excess=p_excess, from_mean=from_mean, e_final=e_f, pushed=pushed, lse_dot=lse_dot,
@@ -127,7 +127,8 @@ def _final_tangents(
     ua, scale, keys, keys_dot = model.ua, operands.scale, turned(operands.keys), turned(dots.keys)
     s_dot = np.where(allowed, scale * (dots.queries @ keys + operands.queries @ keys_dot), 0)
     mass = np.abs(dots.queries) @ np.abs(keys) + np.abs(operands.queries) @ np.abs(keys_dot)
-    e_s_dot = ((model.k(depth) + 4) * ua + model.t) * abs(scale) * mass + depth * model.wa * (1 + abs(scale))
+    e_s_dot = abs(scale) * summable(((model.k(depth) + 4) * ua + model.t) * mass, model)
+    e_s_dot = e_s_dot + depth * model.wa * (1 + abs(scale))
     e_s_dot = np.where(allowed & (mass > 0), e_s_dot, 0)
     if captured is None:
         return s_dot, e_s_dot, None
@@ -162,7 +163,7 @@ def _second_finals(
     rounding = (model.k(2 * value_dim) + 2) * ua + model.t + forward.z_rounding
     e_dp = z * (rounding * mass + 2 * value_dim * wa)
     h = dp_dot - delta_dot
-    e_h = e_dp + e_delta + 2 * ua * (np.abs(dp_dot) + np.abs(delta_dot))
+    e_h = summable(e_dp + e_delta + 2 * ua * (np.abs(dp_dot) + np.abs(delta_dot)), model)
 
     e_mean = push.e_final + push.tol_lse_dot
     mean_larger = np.abs(push.from_mean) + e_mean

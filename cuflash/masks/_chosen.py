@@ -247,7 +247,7 @@ class ChosenBlocks(Mask):
         seqlen_q, num_members = rows.shape[-2], int(is_first.sum())
         if not num_members:
             return 0.0
-        place = np.nonzero(is_first)
+        queries, place = min(queries, seqlen_q), np.nonzero(is_first)
         num_runs = -(-seqlen_q // queries)
         run = np.ravel_multi_index((*place[:-2], place[-2] // queries), (*rows.shape[:-2], num_runs))
         num_distinct = len(np.unique(np.stack([run, rows[is_first]]), axis=1).T)

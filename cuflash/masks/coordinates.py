@@ -131,7 +131,7 @@ def per_batch(name: str, value: Array, batch: tuple[int, ...] | None) -> PerBatc
         raise UnsupportedProblem(f"{name} per batch entry depends on the batch: call .resolve(shape) first")
     reasons = leading_reasons(name, tuple(value.shape), batch)
     refuse(reasons)
-    return LeadingArray.of(value, batch, 0)
+    return 0 if 0 in batch else LeadingArray.of(value, batch, 0)  # an empty batch has no entry to read
 
 
 def of_batch(value: PerBatch, b: Array) -> Array:

@@ -81,7 +81,10 @@ class Causal(_Aligned):
         return Band(None, offset)
 
 
-@explains_keywords
+@explains_keywords(
+    advice="SlidingWindow takes both sides: masks.SlidingWindow(8, 0) has the query's own key and 8 keys before it, "
+    "and masks.SlidingWindow(8, 8) also 8 keys after it"
+)
 @dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(_Aligned):
     """A query attends `left` keys before the diagonal, the key on the diagonal, and `right` keys after it.
@@ -96,6 +99,8 @@ class SlidingWindow(_Aligned):
 
     Raises
     ------
+    TypeError
+        `left` or `right` is missing.
     UnsupportedProblem
         `left` or `right` is neither an int of at least 0 nor None, or `align` is invalid. Calls, and `resolve`, raise
         it if `align` is None and the lengths differ.

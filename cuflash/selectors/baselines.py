@@ -151,7 +151,7 @@ def random(
     if rng is not None:
         seed = seed_drawn_from(rng)
     key = None
-    if type(seed) is int and share == "query":
+    if type(seed) is int and str(share) == "query":
         key = bound.key_of("random", q, k, block, budget, forced, causal, mask, window, scale, "auto", seed)
     if (index := bound.selected(key, q, k)) is not None:
         return index

@@ -37,9 +37,9 @@ def key_of(
     share: str = "query",
 ) -> Hashable:  # fmt: skip
     """Return the cache key of a selector's call; None if it has a mask, or cannot run with kernels only."""
-    if mask is not None or window is not None or share != "query":
+    if mask is not None or window is not None or str(share) != "query":
         return None
-    if not (type(budget) is Budget and type(forced) is Forced and executor in ("auto", "gpu")) or checks.is_on():
+    if not (type(budget) is Budget and type(forced) is Forced and str(executor) in ("auto", "gpu")) or checks.is_on():
         return None
     if isinstance(q, np.ndarray) or budget.threshold is not None:
         return None

@@ -201,6 +201,6 @@ def _pieces(grid: Grid, columns: int) -> Iterator[Grid]:
 
 def share_reasons(share: str) -> list[str]:
     """Return why a value of share= is refused; an empty list if it is valid."""
-    if share in (QUERY, GROUP) and isinstance(share, str):
+    if isinstance(share, str) and share in (QUERY, GROUP):
         return []
     return [f'share must be "query" or "group"; got {describe(share)}']

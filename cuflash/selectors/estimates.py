@@ -100,7 +100,7 @@ def pooled(
     [1, 2, 3, 3, 3, 3, 3, 3]
     """
     key = None
-    if pool_queries is True and self_similarity is None and share == "query":
+    if pool_queries is True and self_similarity is None and str(share) == "query":
         key = bound.key_of("pooled", q, k, block, budget, forced, causal, mask, window, scale, executor)
     if (index := bound.selected(key, q, k)) is not None:
         return index

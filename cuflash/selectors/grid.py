@@ -119,7 +119,7 @@ class Grid:
 
     def leading(self, x: Array) -> Array:
         """Reshape an array [batch or 1, num_heads or 1, ...] of a mask to the leading axes of scores."""
-        batch = self.shape.batch if x.shape[0] > 1 else (1,) * len(self.shape.batch)
+        batch = self.shape.batch if x.shape[0] != 1 else (1,) * len(self.shape.batch)
         return x.reshape((*batch, *x.shape[1:]) if self.has_heads else x.shape[2:])
 
     def of_query_heads(self, of_kv_heads: Array) -> Array:

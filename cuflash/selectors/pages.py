@@ -134,7 +134,7 @@ def quest(
         return _of_cache(q, k, block, page_size, budget=budget, forced=forced, causal=causal, mask=mask,
                          window=window, scale=scale, share=share)  # fmt: skip
     key = None
-    if scale is None and share == "query" and isinstance(budget, Budget) and budget.mass is None:
+    if scale is None and str(share) == "query" and isinstance(budget, Budget) and budget.mass is None:
         key = bound.key_of("quest", q, k, (block, page_size), budget, forced, causal, mask, window, None)
     if isinstance(chosen := bound.selected(key, q, k), ChosenBlocks):
         return chosen

@@ -62,9 +62,9 @@ def chosen_by_kernel(
     """
     length = length_within(grid, budget, forced)
     is_on_device = grid.xp is not np
-    if length is None or executor == "cpu" or not (is_on_device or executor == "sim") or 0 in runs.keys.shape:
+    if length is None or str(executor) not in (("auto", "gpu", "sim") if is_on_device else ("sim",)):
         return None
-    if 0 in (*grid.heads, *grid.size) or runs.keys.dtype != grid.q.dtype:
+    if 0 in (*runs.keys.shape, *grid.heads, *grid.size) or runs.keys.dtype != grid.q.dtype:
         return None
     group = grid.shape.num_heads // grid.k.shape[-3] if grid.has_heads else 1
     heads = group if share == GROUP else 1

@@ -123,10 +123,9 @@ def _side(seqlen_kv: int) -> st.SearchStrategy[int | None]:
 
 def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Array:
     """Draw one count, or an array with a count for each batch entry."""
-    size = math.prod(shape.batch)
-    if not shape.batch or not size or draw(st.booleans()):
+    if not shape.batch or draw(st.booleans()):
         return draw(shared(_numbers, 0, most))
-    counts = [draw(shared(st.integers, 0, most)) for _ in range(size)]
+    counts = [draw(shared(st.integers, 0, most)) for _ in range(math.prod(shape.batch))]
     return np.array(counts, _integers_that_hold(draw, most)).reshape(shape.batch)
 
 

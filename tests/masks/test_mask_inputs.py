@@ -278,6 +278,7 @@ CALLS_REFUSED = {
     "no length": (lambda: masks.Lengths(), "Lengths takes keywords: masks.Lengths(kv=lengths) for key padding"),
     "lengths of None": (lambda: masks.Lengths(q=None, kv=None), "q= for query padding; got None for both"),
     "a band of one number": (lambda: Band(8), "masks.Band(-8, 8) has 8 keys on either side of the query"),
+    "a window of one number": (lambda: masks.SlidingWindow(8), "SlidingWindow(8, 0) has the query's own key and 8"),
     "an index of blocks": (
         lambda: cuflash.BlockIndex(np.ones((2, 2), bool)), "with BlockIndex.from_blocks, BlockIndex.from_mask or"
     ),
@@ -466,6 +467,39 @@ def test_a_mask_itself_knows_no_longest_length():
     for mask in (masks.Lengths(q=1), masks.Lengths(kv=2**40), masks.PrefixLM(2**40, "top_left"), Band(None, None)):
         assert mask.resolve(shape)(0, 0, np.array([0]), np.array([far])).all()
     assert not masks.Lengths(kv=far).resolve(shape)(0, 0, np.array([0]), np.array([far])).any()
+
+
+# Empty batches
+
+
+def masks_of(library, batch):
+    """Yield masks of 6 queries and 6 keys that hold an array with the axes of a batch, and a function."""
+    of, counts, blocks = library.masks, np.ones(batch, np.int64), np.zeros((*batch, 1, 6, 2), np.int64)
+    yield from (of.Lengths(kv=counts), of.Lengths(q=counts), of.PrefixLM(counts))
+    yield of.Dense(np.ones((*batch, 1, 6, 6), bool))
+    yield of.Documents(np.zeros((*batch, 6), np.int64))
+    yield of.Sequences(np.broadcast_to([0, 2, 6], (*batch, 3)), causal=True)
+    yield from (of.BlockPattern(np.ones((*batch, 1, 3, 3), bool), 2), of.ChosenBlocks(blocks, 2))
+    yield of.FromFunction(lambda b, h, i, j: i + b >= j)
+
+
+def check_empty_batches(library, batch, executor):
+    """Check that a call without batch entries, its gradients, index and selections are empty under every mask."""
+    q, k = np.ones((*batch, 4, 6, 3), np.float32), np.ones((*batch, 2, 6, 3), np.float32)
+    few = {"budget": library.selectors.Budget(top_k=2), "block": 2}
+    for each in masks_of(library, batch):
+        for mask in (each, each & library.masks.Causal(), ~each):
+            o, vjp = library.attention_vjp(q, k, k, mask=mask, executor=executor)
+            assert (o.shape, vjp(o.copy()).dk.shape) == (q.shape, k.shape)
+            assert mask.density(6, batch=batch, num_heads=4) == 0.0
+            for select in (library.selectors.pooled, library.selectors.quest):
+                assert library.attention(q, k, k, mask=select(q, k, mask=mask, **few)).shape == q.shape
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("batch", [(0,), (2, 0), (0, 3)], ids=str)
+def test_an_empty_batch_takes_every_mask(batch, executor):
+    check_empty_batches(cuflash, batch, executor)
 
 
 # Return values

@@ -63,6 +63,13 @@ def attends(**options):
     return lambda library: library.attention(**{"q": Q, "k": Q, "v": Q, **options})
 
 
+def selects(**options):
+    def call(library):
+        return library.selectors.pooled(Q, Q, budget=library.selectors.Budget(top_k=1), block=4, **options)
+
+    return call
+
+
 def twice(first, second):
     def call(library):
         attends(**first)(library), attends(**first)(library)
@@ -154,6 +161,15 @@ FAULTS = {
         ), "k_pages must not overlap itself in memory"
     ): {
         "rows may overlap in memory": Edit("layouts.py", "overlaps_itself", "step < stop", "step == 0"),
+    },
+    refuses(selects(share=np.ones(3)), 'share must be "query" or "group"; got an array of shape (3,)'): {
+        "an array is compared with names": Edit(
+            "selectors/by_query.py", "share_reasons", "isinstance(share, str) and share in", "share in"
+        ),
+        "a selector compares an array": Edit("selectors/estimates.py", "pooled", "str(share) ==", "share =="),
+    },
+    refuses(selects(executor=np.ones(3)), "executor must be 'auto', 'cpu', 'gpu', 'sim'; got an array"): {
+        "a key compares an array": Edit("selectors/bound.py", "key_of", "str(executor) in", "executor in"),
     },
     refuses(attends(q_start=False), "q_start must be an int from 0 to 1073741824; got False"): {
         "a start may be what compares equal to 0": Edit(

@@ -18,6 +18,7 @@ from test_mask_inputs import (
     check_classes,
     check_coordinates,
     check_documents,
+    check_empty_batches,
     check_indices,
     check_limits,
     check_numbers,
@@ -74,6 +75,10 @@ def indices_are_counted(library: ModuleType) -> None:
     check_indices(library, np.uint8)
 
 
+def empty_batches_are_taken(library: ModuleType) -> None:
+    check_empty_batches(library, (2, 0), "cpu")
+
+
 def limits_are_kept(library: ModuleType) -> None:
     check_limits(library)
 
@@ -112,6 +117,12 @@ def has_an_empty_intersection(library: ModuleType) -> bool:
 
 
 FAULTS = {
+    empty_batches_are_taken: {
+        "the lengths of an empty batch are read": Edit("masks/coordinates.py", "per_batch", "0 if 0 in batch else", ""),
+        "an index of an empty batch has one entry": Edit(
+            "selectors/grid.py", "Grid.leading", "x.shape[0] != 1", "x.shape[0] > 1"
+        ),
+    },
     refuses(lambda library: library.masks.Band(3, 1), "exchange them"): {
         "a band that attends nothing is taken": Edit(
             "masks/base.py", "Band.__post_init__", "self.lower > self.upper", "False"

@@ -8,15 +8,18 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 from cuflash import masks
 from cuflash.testing import Structure
 from cuflash.testing.tangents import Moving, assert_tangents_within_bounds, with_tangents
 from mutations.planting import Edit
 from mutations.python_guards import in_base_2
+from test_bounds import check_overflow
+from test_reference import check_shapes
 
 import cuflash
 
-SIGNS = (AssertionError, ValueError, TypeError)  # exceptions with which a guard reports a fault
+SIGNS = (AssertionError, ValueError, TypeError, pytest.fail.Exception)  # exceptions with which a guard reports a fault
 ROWS = np.arange(40)[:, None] % 3 > 0  # rows with keys; the others have none
 STRUCTURE = Structure(
     q_batch=(2,), k_batch=(1,), v_batch=(2,), num_heads=4, num_kv_heads=2, seqlen_q=40, seqlen_kv=70, value_dim=6,
@@ -189,6 +192,14 @@ def overflow_has_no_bound(library: ModuleType) -> None:
     q, k, v, k_dot = (np.array(x, np.float16)[None] for x in ([[1]], [[1], [1]], [[100], [-100]], [[1], [-1]]))
     named = {"do": np.ones((1, 1, 1), np.float16), "scale": 1e4, "sink": np.zeros(1, np.float16)}
     assert np.isinf(library.error_bound(q, k, v, **named, tangents={"k": k_dot}).dsink_dot).all()
+
+
+def the_specification_refuses_shapes(library: ModuleType) -> None:
+    check_shapes(library)
+
+
+def sums_that_overflow_have_no_bound(library: ModuleType) -> None:
+    check_overflow(library)
 
 
 def gradients_read_the_rounded_o(library: ModuleType) -> None:
@@ -399,9 +410,41 @@ FAULTS = {
             "calls/tangents.py", "push", "refuse(_overwritten_reasons(out, directions))", "pass"
         ),
     },
+    the_specification_refuses_shapes: {
+        "arrays of the specification may broadcast": Edit(
+            "reference.py", "_alike", "x is not None and np.shape(x) != tuple(shape)", "False"
+        ),
+        "the specification takes arrays with more axes": Edit(
+            "reference.py", "_fitting", "missing < 0 or", "False and"
+        ),
+        "v of the specification may have other heads": Edit(
+            "reference.py", "_refuse_shapes", "of_v not in (1, of_k)", "False"
+        ),
+    },
+    sums_that_overflow_have_no_bound: {
+        "sums never overflow": Edit("bounds/rounding.py", "summable", "error > 2", "0 * error > 2"),
+        "sums of a result never overflow": Edit(
+            "bounds/rounding.py", "rounded_up", "summable(tolerance, model)", "tolerance"
+        ),
+        "dP and D never overflow": Edit(
+            "bounds/gradients.py", "gap_of", "e_g = summable(", "e_g = (lambda error, _: error)("
+        ),
+        "dS k is scaled before it is summed": Edit(
+            "bounds/gradients.py", "gradient_tolerances",
+            "summable(rounded(ds, e_ds, terms[0], model) @ np.abs(operands.keys), model)",
+            "rounded(ds, e_ds, terms[0], model) @ np.abs(operands.keys)",
+        ),
+        "tangents of scores never overflow": Edit(
+            "bounds/tangents.py", "_final_tangents", "summable(((model.k(depth) + 4) * ua + model.t) * mass, model)",
+            "((model.k(depth) + 4) * ua + model.t) * mass",
+        ),
+        "tangents of dP and D never overflow": Edit(
+            "bounds/tangents.py", "_second_finals", "e_h = summable(", "e_h = (lambda error, _: error)("
+        ),
+    },
     gradients_read_the_rounded_o: {
         "o that overflows has a finite error": Edit(
-            "bounds/gradients.py", "stored_error", "np.where(may_overflow, np.inf, forward.tol_o)", "forward.tol_o"
+            "bounds/gradients.py", "stored_error", "np.where(may_overflow, np.inf, ", "("
         ),
     },
     wrong_tangents_are_refused: {

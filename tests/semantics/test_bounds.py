@@ -137,6 +137,27 @@ def test_nothing_is_promised_where_the_dtype_may_overflow():
     assert np.isposinf(bounds.o).all() and np.isfinite(bounds.lse).all()
 
 
+def check_overflow(library):
+    """Check that bounds are infinite where a sum may overflow, though the exact results are within the dtype."""
+    x, most = np.ones((2, 1), np.float32), float(np.finfo(np.float32).max)
+    of_values = library.error_bound(x, x, x * np.float32(0.9 * most))
+    assert np.isposinf(of_values.o).all() and np.isfinite(of_values.lse).all()
+    far = x * np.float32(1e20)
+    k, v = np.float32([[0], [-60]]), np.float32([[0], [1e20]])  # dP of key 1 is 1e40, its weight is exp(-60)
+    of_gradients = library.error_bound(x, k, v, far, scale=1.0)
+    assert np.isposinf(of_gradients.dq).all() and np.isfinite(of_gradients.o).all()
+    of_scores = library.error_bound(x, far * 10, x, x * np.float32(1e19), scale=1e-21)  # dS times k, before the scale
+    assert np.isposinf(of_scores.dq).all() and np.isfinite(of_scores.dk).all()
+    of_tangents = library.error_bound(x, x, x, tangents={"k": x * np.float32(0.9 * most), "v": x})
+    assert np.isposinf(of_tangents.lse_dot).all() and np.isfinite(of_tangents.o).all()
+    of_second = library.error_bound(x, k, x, far, scale=1.0, tangents={"v": v})
+    assert np.isposinf(of_second.dq_dot).all() and np.isfinite(of_second.o_dot).all()
+
+
+def test_nothing_is_promised_of_sums_that_may_overflow():
+    check_overflow(cuflash)
+
+
 def test_nothing_is_promised_of_gradients_through_a_ds_that_may_overflow():
     """dS of query 0 with keys 0 and 1 is 90000. Query 1 has no gradient, and it alone attends key 2."""
     q, k = np.full((2, 1), 0.01, np.float16), np.zeros((3, 1), np.float16)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.bounds.rounding import limits
 from cuflash.testing import Example, assertions, strategies
 from executors import RUNS, Run, on_every_backward, on_every_executor
 from hypothesis import given
@@ -116,6 +117,23 @@ def test_results_of_any_magnitudes_are_within_their_bounds(run: Run) -> None:
         q, k = (x.astype(np.float64) * 10.0**by for x, by in ((example.q, of_q), (example.k, of_k)))
         scale = example.problem.softmax_scale * 10.0**-of_q * 10.0**-of_k
         far = example.but(q=q.astype(example.q.dtype), k=k.astype(example.k.dtype), scale=scale)
+        assertions.assert_within_bounds(far, **run.everything(far))
+
+    check()
+
+
+@on_every_executor
+def test_results_of_values_and_their_gradients_of_any_size_are_within_their_bounds(run: Run) -> None:
+    """Sums may overflow where their results do not; then the bounds promise nothing."""
+
+    @run.settings
+    @given(tame().map(run.rounded), *[st.floats(-1, 1)] * 2)
+    def check(example: Example, of_v: float, of_do: float) -> None:
+        largest = float(limits(example.q.dtype).max)
+        with np.errstate(over="ignore"):
+            v, do = (x.astype(np.float64) * largest**by for x, by in ((example.v, of_v), (example.do, of_do)))
+        v, do = (np.clip(x, -largest, largest).astype(example.q.dtype) for x in (v, do))
+        far = example.but(v=v, do=do)
         assertions.assert_within_bounds(far, **run.everything(far))
 
     check()

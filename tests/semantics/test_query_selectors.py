@@ -297,6 +297,14 @@ FEW: dict[str, Any] = {"block": (1, 8), "budget": Budget(top_k=2)}
         (lambda: selectors.pooled(Q, Q, **FEW, share="kv"), 'share must be "query" or "group"; got '),
         (lambda: selectors.oracle(Q, Q, **FEW, share=1), 'share must be "query" or "group"; got 1'),
         (lambda: selectors.random(Q, Q, **FEW, share=None), "share must be"),
+        *(
+            (lambda name=name: getattr(selectors, name)(Q, Q, **FEW, share=np.ones(3)), "share must be .* an array of")
+            for name in SHARED if name != "moba"
+        ),
+        *(
+            (lambda name=name: getattr(selectors, name)(Q, Q, **FEW, executor=np.ones(3)), "executor must be 'auto'")
+            for name in ("pooled", "oracle", "vertical_slash")
+        ),
         (lambda: selectors.local(Q, Q, **FEW, share=("group",)), "share must be"),
         (lambda: selectors.quest(Q, Q, budget=Budget(top_k=1), share="head"), "share must be"),
         (lambda: selectors.nsa(Q, Q, **FEW, compression=(8, 4), compressed_k=Q),

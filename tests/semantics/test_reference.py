@@ -1,10 +1,13 @@
 """The specification matches hand-computed tables and the oracle, and its gradients match its own slopes."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 
+import cuflash
 from cuflash import masks, reference
 from cuflash.bounds import error_bound
 from cuflash.testing import Structure, assert_within, assert_within_bounds, examples
@@ -43,6 +46,44 @@ def test_the_weights_are_what_v_is_multiplied_by(example):
         v = np.broadcast_to(v, (*example.v.shape[:-2], *v.shape))
     identity, _ = reference.attention(example.q, example.k, v, **arguments)
     np.testing.assert_allclose(np.broadcast_to(weights, identity.shape), identity, rtol=1e-15)
+
+
+WRONG_SHAPES = {
+    "k must have q's head_dim and a divisor of its heads": {"k": (2, 3, 6, 5)},
+    "and its length; got shapes (2, 4, 6, 5), (2, 4, 6, 5) and (2, 2, 6, 5)": {"v": (2, 2, 6, 5)},
+    "or all of them (length, dim); got shapes (5,), (2, 4, 6, 5) and (2, 4, 6, 5)": {"q": (5,)},
+    "q, k and v must be arrays of shape": {"q": (6, 5)},
+    "mask must broadcast to (2, 4, 6, 6); got shape (5, 6)": {"mask": (5, 6)},
+    "sink must broadcast to (2, 4); got shape (3, 1, 4)": {"sink": (3, 1, 4)},
+    "weight_factors must broadcast to (2, 4, 6, 6); got shape (3, 1, 1, 1, 1)": {"weight_factors": (3, 1, 1, 1, 1)},
+    "do must have shape (2, 4, 6, 5); got an array of shape (1, 4, 6, 5)": {"do": (1, 4, 6, 5)},
+    "dlse must have shape (2, 4, 6); got an array of shape (2, 1, 24)": {"dlse": (2, 1, 24)},
+    "v_dot must have shape (2, 4, 6, 5); got an array of shape (2, 4, 6, 1)": {"v_dot": (2, 4, 6, 1)},
+    "do_dot must have shape (2, 4, 6, 5); got an array of shape (6, 5)": {"do_dot": (6, 5)},
+}
+
+
+def check_shapes(library):
+    """Check that shapes that do not fit are refused, also those that NumPy would broadcast."""
+    whole = dict.fromkeys(("q", "k", "v", "do"), (2, 4, 6, 5)) | {"dlse": (2, 4, 6)}
+    for message, changes in WRONG_SHAPES.items():
+        arrays = {name: np.ones(shape, bool if name == "mask" else float) for name, shape in (whole | changes).items()}
+        calls = {"attention": ("do", "dlse"), "attention_vjp": (), "attention_hvp": ()}
+        for name, left_out in calls.items():
+            if not set(changes) & {*left_out, "v_dot", "do_dot"} or name == "attention_hvp":
+                own = {each: array for each, array in arrays.items() if each not in left_out}
+                with pytest.raises(library.UnsupportedProblem, match=re.escape(message)):
+                    getattr(library.reference, name)(**own)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    check_shapes(cuflash)
+
+
+def test_one_value_head_serves_all_key_heads():
+    q = np.random.default_rng(0).standard_normal((2, 4, 6, 5))
+    o, _, weights = reference.attention(q, q, np.eye(6), return_weights=True)
+    assert np.array_equal(o, weights)
 
 
 def test_return_weights_is_a_bool():
