@@ -285,7 +285,7 @@ FAULTS = {
         "all lists start where the first one starts": Edit(
             "jax/_runs.py", "OnGpu._maker", "Source(len(names), start)", "Source(len(names))"
         ),
-        "lists on the device are parts of functions": Edit(
+        "each mask on the device is planned": Edit(
             "jax/_primitives.py", "_executed", "is_general=bool(call.held)", "is_general=False"
         ),
         "all calls share a function": Edit("jax/_runs.py", "executable", "runner.number", "0"),

@@ -444,7 +444,7 @@ def new_contents_of_jax_compile_nothing(library: ModuleType) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 on_a_machine(patch, machine, library, is_native)
                 for kind in ("partial blocks", "lists per head", "an index on the device"):
-                    check_new_contents(library, ON_A_DEVICE[kind], machine.asarray)
+                    check_new_contents(library, ON_A_DEVICE[kind], machine.asarray, "the device" in kind)
 
 
 def contents_of_jax_on_the_host_are_right(library: ModuleType) -> None:
