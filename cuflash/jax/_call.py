@@ -84,14 +84,6 @@ def has_key(looked_up: Lookup, arrays: Collection[str]) -> bool:
     return (f"{MASK}0" in arrays) == (looked_up.contents is not None)
 
 
-def holds_contents(options: Options, looked_up: Lookup, arrays: Collection[str]) -> bool:
-    """True if calls with masks of other contents differ although all their shapes and arrays are equal."""
-    mask = options.mask
-    if mask is None or f"{MASK}0" in arrays and has_key(looked_up, arrays):
-        return False
-    return not (isinstance(mask, Mask) and has_content(mask))
-
-
 @dataclass(frozen=True, eq=False)
 class JaxCall:
     """A call without its arrays.
@@ -124,8 +116,11 @@ class JaxCall:
 
     @property
     def holds_contents(self) -> bool:
-        """As in `holds_contents`."""
-        return holds_contents(self.options, self.looked_up, self.dtypes)
+        """True if calls with masks of other contents differ although all their shapes and arrays are equal."""
+        mask = self.options.mask
+        if mask is None or self.has_slots and has_key(self.looked_up, self.dtypes):
+            return False
+        return not (isinstance(mask, Mask) and has_content(mask))
 
     @property
     def held(self) -> tuple[Array, ...]:

@@ -56,18 +56,16 @@ def array_reasons(arrays: Mapping[str, jax.Array]) -> list[str]:
     TypeError
         An argument is not a JAX array.
     """
-    reasons, platforms = list[str](), set()
+    platforms = set[str]()
     for name, array in arrays.items():
         if not isinstance(array, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be a jax.Array; got {describe(array)}: convert it with jax.numpy.asarray")
         value = array.to_concrete_value() if isinstance(array, jax.core.Tracer) else array
-        if not isinstance(value, jax.Array):  # it is None, or a NumPy array that a transformation holds
-            continue
-        devices = value.devices()
-        platforms |= {device.platform for device in devices}
-    if not reasons and (len(platforms) > 1 or not platforms <= {"cpu", "gpu"}):
-        reasons.append(f"all arrays must be on the CPU or on one GPU; got {', '.join(sorted(platforms))}: move them")
-    return reasons
+        if isinstance(value, jax.Array):  # otherwise None, or a NumPy array that a transformation holds
+            platforms |= {device.platform for device in value.devices()}
+    if len(platforms) > 1 or not platforms <= {"cpu", "gpu"}:
+        return [f"all arrays must be on the CPU or on one GPU; got {', '.join(sorted(platforms))}: move them"]
+    return []
 
 
 def require(arrays: Mapping[str, jax.Array], options: Options) -> None:

@@ -17,7 +17,7 @@ from ..planning.dropout_launches import numbers_of
 from ..planning.lookup import lookup
 from ..planning.options import Options
 from ..scores import Score
-from ._call import JaxCall, dtypes_of, from_cache, has_key, holds_contents, layout_of, mask_over, separated
+from ._call import JaxCall, dtypes_of, from_cache, has_key, layout_of, mask_over, separated
 from ._checks import array_reasons, has_data, holds_data, require, traced_reasons
 from ._primitives import bind
 
@@ -46,7 +46,8 @@ def called(
         run = partial(_forward, without, names, return_lse)
         if key is None:
             return run
-        return {} if holds_contents(without, looked_up, names) else jax.jit(run)
+        call = JaxCall(without, dtypes_of(arrays), looked_up, False)
+        return call.own if call.holds_contents else jax.jit(run)
 
     run = from_cache(looked_up, key, make)
     if isinstance(run, dict):

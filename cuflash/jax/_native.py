@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
-from ..arrays import Array
 from ..executors.xla_gpu import Flat
 from ..sim.compiler import BuildError, host_library
 
@@ -35,8 +33,6 @@ class _Pass(ctypes.Structure):
     ]
 
 
-_PLACE = np.dtype([("word", np.uint32), ("buffer", np.uint32), ("offset", np.uint64)])
-_ZEROS = np.dtype([("buffer", np.uint64), ("offset", np.uint64), ("nbytes", np.uint64)])
 _BIND = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
 
 
@@ -71,11 +67,6 @@ def _address(function: Any) -> int:
     return address
 
 
-def number_of(flat: Flat) -> int:
-    """Return a digest of launches, which is the same in all processes."""
-    return int.from_bytes(hashlib.sha256(flat.text.encode()).digest()[:8], "little") >> 1
-
-
 class Handler:
     """The function that XLA calls, registered as `TARGET` for a platform.
 
@@ -95,7 +86,7 @@ class Handler:
 
     def __init__(self, platform: str, functions: Functions, flags: Sequence[str] = ()) -> None:
         self._library = host_library("handler", _SOURCE, tuple(flags))
-        self._fits, self._set = self._library.cuflash_fits, self._library.cuflash_set
+        self._set = self._library.cuflash_set
         self._set.argtypes = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
         self._passes: WeakValueDictionary[int, NativePass] = WeakValueDictionary()
         self._lock = threading.RLock()
@@ -103,27 +94,19 @@ class Handler:
         self._library.cuflash_set_driver(ctypes.byref(_Driver(*functions, _address(self._bind))))
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(self._library.cuflash_pass), platform=platform)
 
-    def __call__(self, flat: Callable[[int], Flat], device: int, held: Sequence[Array]) -> NativePass | None:
+    def __call__(self, flat: Callable[[int], Flat], device: int) -> NativePass | None:
         """Return the pass that XLA launches, or None if it exceeds a limit; equal ones are one object.
 
         Parameters
         ----------
         flat : callable
-            Returns the launches on the device of a number.
+            Returns the launches on the device of a number, and holds what the kernels read besides buffers of calls.
         device : int
             The number of the current device.
-        held : sequence of arrays
-            Arrays that the kernels read, besides the buffers of calls.
         """
-        first = flat(device)
-        most = max((len(starts) for *_, starts in first.kernels), default=0)
-        if not self._fits(len(first.words), first.num_buffers, most, device):
-            return None
-        number = number_of(first)
+        number = flat(device).number
         with self._lock:
-            native = self._passes.get(number)
-            if native is None:
-                native = self._passes[number] = NativePass(number, flat, held, self._set)
+            native = self._passes.setdefault(number, NativePass(number, flat, self._set))
             return native if native.bind(device) else None
 
     def _bound(self, number: int, device: int) -> int:
@@ -143,18 +126,16 @@ class NativePass:
     Attributes
     ----------
     number : int
-        The attribute of the custom call, from `number_of`, so that programs stored on disk are right in other
+        The attribute of the custom call, that of `Flat`, so that programs stored on disk are right in other
         processes, too.
     """
 
-    def __init__(
-        self, number: int, flat: Callable[[int], Flat], arrays: Sequence[Array], set_pass: Callable[..., int]
-    ) -> None:
-        self.number, self._flat, self._arrays, self._set = number, flat, tuple(arrays), set_pass
+    def __init__(self, number: int, flat: Callable[[int], Flat], set_pass: Callable[..., int]) -> None:
+        self.number, self._flat, self._set = number, flat, set_pass
         self._held: dict[int, tuple[Any, ...]] = {}
 
     def bind(self, device: int) -> int:
-        """Enter the launches on a device into the handler's table; return their address, or 0 if the table is full."""
+        """Enter the launches on a device into the handler's table; return their address, or 0 if it is refused."""
         if device not in self._held:
             flat = self._flat(device)
             starts = [np.array(each, np.uint32) for *_, each in flat.kernels]
@@ -162,15 +143,14 @@ class NativePass:
                 _Kernel(function, own.ctypes.data, grid, threads, shared_bytes, len(own))
                 for (function, grid, threads, shared_bytes, _), own in zip(flat.kernels, starts)
             ))  # fmt: skip
-            words, places = flat.words.copy(), np.array(flat.places, _PLACE)
-            zeros = np.array(flat.zeros, _ZEROS)
+            words, places, zeros = flat.words.copy(), np.array(flat.places, np.int64), np.array(flat.zeros, np.int64)
             packed = _Pass(
                 words.ctypes.data, places.ctypes.data, ctypes.addressof(kernels), zeros.ctypes.data, len(words),
                 len(places), len(kernels), len(zeros), flat.num_buffers,
             )  # fmt: skip
-            self._held[device] = packed, words, places, kernels, zeros, starts
             if not self._set(self.number, device, ctypes.addressof(packed)):
                 return 0
+            self._held[device] = packed, words, places, kernels, zeros, starts
         return ctypes.addressof(self._held[device][0])
 
     def __del__(self) -> None:

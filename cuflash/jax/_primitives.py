@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from ._call import JaxCall
-from ._runs import Pass, executable, prepared
+from ._runs import Pass, executable, run_by_xla
 from ._sharding import partitioned
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}  # JAX's names of platforms, in lowerings and of devices
@@ -82,20 +82,13 @@ def _types(
 def _lowered(platform: str) -> Lowering:
     def lowered(context: mlir.LoweringRuleContext, *values: mlir.Value, **parameters: Any) -> Any:
         module = context.module_context
-
-        def on_one_device(*arrays: jax.Array) -> list[jax.Array]:
-            shapes = [array.shape for array in arrays]
-            return prepared(Pass(**parameters), platform, shapes, module.add_keepalive)(*arrays)
-
-        if not _is_for_several_devices(module.axis_context):
-            return mlir.lower_fun(on_one_device, multiple_results=True)(context, *values)
-        late = _LateCallback(len(module.host_callbacks))
-        module.add_host_callback(late)
-
-        def on_shards(*arrays: jax.Array) -> list[jax.Array]:
-            return partitioned(partial(_bind_on_shard, late), Pass(**parameters), arrays)
-
-        return mlir.lower_fun(on_shards, multiple_results=True)(context, *values)
+        if _is_for_several_devices(module.axis_context):
+            late = _LateCallback(len(module.host_callbacks))
+            module.add_host_callback(late)
+            run = partial(partitioned, partial(_bind_on_shard, late), Pass(**parameters))
+        else:
+            run = partial(run_by_xla, Pass(**parameters), platform, module.add_keepalive)
+        return mlir.lower_fun(run, multiple_results=True)(context, *values)
 
     return lowered
 
@@ -131,10 +124,7 @@ def _lowered_on_shard(platform: str) -> Lowering:
     def lowered(
         context: mlir.LoweringRuleContext, *values: mlir.Value, late: _LateCallback, **parameters: Any
     ) -> Any:
-        def run(*arrays: jax.Array) -> list[jax.Array]:
-            return prepared(Pass(**parameters), platform, [array.shape for array in arrays])(*arrays)
-
-        module = context.module_context
+        module, run = context.module_context, partial(run_by_xla, Pass(**parameters), platform, None)
         while len(module.host_callbacks) < late.number:
             module.add_host_callback(None)
         results = mlir.lower_fun(run, multiple_results=True)(context, *values)

@@ -13,7 +13,6 @@ import numpy as np
 from jax.experimental.buffer_callback import Buffer, buffer_callback
 
 from ..arrays import Array, ShapeDtype, accumulator_dtype
-from ..blocks.work_list import WorkList
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
 from ..executors import checks, gpu, xla_gpu
@@ -26,7 +25,7 @@ from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.options import DOT, MaskLike
 from ..plans.plan import Plan
 from ._call import MASK, JaxCall, mask_over
-from ._native import TARGET, NativePass, handler, number_of
+from ._native import TARGET, NativePass, handler
 
 if TYPE_CHECKING:
     from jax.experimental.buffer_callback import ExecutionContext
@@ -84,23 +83,18 @@ class Pass(NamedTuple):
         return dtype
 
 
-def prepared(
-    one: Pass, platform: str, shapes: Sequence[tuple[int, ...]], keep: Callable[[object], None] | None = None
-) -> Callable[..., list[jax.Array]]:
-    """Return the function that runs a pass on JAX arrays on a platform.
+def run_by_xla(
+    one: Pass, platform: str, keep: Callable[[object], None] | None, *arrays: jax.Array
+) -> list[jax.Array]:
+    """Return the results of a pass on JAX arrays that are lowered for a platform.
 
-    Parameters
-    ----------
-    shapes : sequence of tuple of int
-        The shapes of the arrays.
-    keep : callable, optional
-        Keeps an object as long as the compiled program. Without it, XLA calls Python.
+    `keep` keeps an object as long as the compiled program. Without it, XLA calls Python.
     """
-    runner: OnHost | OnGpu = RUNNERS[platform](one, shapes)
+    runner: OnHost | OnGpu = RUNNERS[platform](one, [array.shape for array in arrays])
     native = runner.native() if keep is not None else None
     if native is not None and keep is not None:
         keep(native)
-    return _called_by_xla(runner, native, one.results)
+    return _called_by_xla(runner, native, one.results)(*arrays, *runner.lists)
 
 
 def executable(
@@ -109,20 +103,19 @@ def executable(
     """Return the function that runs a pass on arrays with data on a device, without tracing it.
 
     Passes that differ only in the contents of their masks share a function that XLA compiles, which takes the lists of
-    blocks as arrays; on the CPU XLA is not needed. Return None if the lists must be parts of the compiled function.
+    blocks as arrays; on the CPU XLA is not needed. Return None if that is impossible.
     The function takes `call.held` before the arrays.
     """
     runner: OnHost | OnGpu = RUNNERS[device.platform](one, shapes, True)
     if isinstance(runner, OnHost):
         return partial(runner.on_data, one.results, device)
-    if not runner.takes_lists:
+    if not runner.is_plain or not all(array.size and array.flags.c_contiguous for array in one.call.held):
         return None
 
     def compiled() -> Any:
         return jax.jit(_called_by_xla(runner, runner.native(), one.results))
 
-    key = "jax lists", None if one.call.held else runner.number(), tuple(one.results)
-    shared: Callable[..., list[jax.Array]] = compiled() if one.call.held else CALLS.get_or_make(key, compiled)
+    shared = CALLS.get_or_make(("jax lists", runner.number, tuple(one.results)), compiled)
     lists = [jax.device_put(each, device) for each in runner.lists]
     return lambda held, *arrays: shared(*arrays, *lists, *map(_bytes_of, held))
 
@@ -138,7 +131,7 @@ def _called_by_xla(
     """Return the function whose lowering makes XLA call a runner or, without Python, launch a native pass."""
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*own, *runner.scratch)]
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
+    def run(*arrays: jax.Array) -> list[jax.Array]:  # holds the native pass
         if native is None:
             return list(buffer_callback(runner, results)(*arrays))[: len(own)]
         return list(jax.ffi.ffi_call(TARGET, results)(*arrays, call=np.int64(native.number)))[: len(own)]
@@ -186,13 +179,14 @@ class OnHost:
     one : Pass
     shapes : sequence of tuple of int
         The shapes of the arrays in memory.
-    takes_lists : bool
-        True if each call passes the lists of blocks that the GPU's kernels read, as an array after the others.
+    takes_held : bool
+        True if calls pass `call.held`, too.
     """
 
     scratch: Sequence[ShapeDtype] = ()
+    lists: Sequence[Array] = ()
 
-    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]], takes_lists: bool = False) -> None:
+    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]], takes_held: bool = False) -> None:
         options = one.call.options
         _require_executor(options.executor, "cpu", "sim")
         executor = "cpu" if options.executor == "auto" else options.executor
@@ -241,85 +235,74 @@ class OnGpu:
 
     Attributes
     ----------
-    takes_lists : bool
-        True if calls pass the lists of blocks, or the arrays of CuPy from which kernels list them, after the arrays.
+    is_plain : bool
+        True if the pass only launches kernels. XLA then needs no Python, if there is a C++ compiler.
+    number : int
+        That of the launches, if it is plain; they are the same for all lists of similar lengths.
     lists : list of uint8 arrays
-        These lists.
+        The lists of blocks that the host has made, which calls pass after the arrays.
     """
 
-    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]], takes_lists: bool = False) -> None:
+    def __init__(self, one: Pass, shapes: Sequence[tuple[int, ...]], takes_held: bool = False) -> None:
         _require_executor(one.call.options.executor, "gpu")
         ready, contents = _gpu_plan(one), one.call.looked_up.contents
-        plan = ready._plan
-        work, self._lists_of = plan.work, None
-        is_listed = isinstance(work, WorkAtCall)
-        self._ready, self._name, self._numbers = ready, one.name, ready._numbers
+        plan, work = ready._plan, ready._plan.work
+        self._ready, self._name, self._lists_of = ready, one.name, None
         self._views = {
             name: _view(one.dtype(name), shape, in_memory)
             for name, shape, in_memory in zip(one.names, one.shapes, shapes)
         }
         self._read = _names_of_arrays(one, ready)
-        places = {name: place for place, name in enumerate(one.names)}
-        self._places = [places[name] for name in self._read]
-        self._of_mask, self._held = list[int](), one.call.held if is_listed else ()
-        is_plain = plan.is_kernels_alone and plan.results(one.name) == plan.kernel_results(one.name)
-        is_plain = is_plain and not checks.is_on()
-        self.takes_lists, self.lists, starts = takes_lists and is_plain, list[Array](), None
-        self.takes_lists = self.takes_lists and _can_be_passed(one.call.held, work)
-        if one.call.has_slots and contents is not None:
-            self._of_mask = [places[f"{MASK}{slot.number}"] for slot in contents.arrays]
-        elif self.takes_lists:
-            if not is_listed and work.nbytes:
-                starts, lists = xla_gpu.packed(work.lists)
-                self.lists.append(lists)
-            self._of_mask = [len(shapes) + number for number in range(len(self._held or self.lists))]
-            self._held = ()
-        self._num_arguments = len(shapes) + (0 if one.call.has_slots else len(self._of_mask))
-        self.scratch: list[ShapeDtype] = []
         self._results = [_view(each.dtype, each.shape, each.shape) for each in one.results]
-        self._xla_pass: xla_gpu.XlaPass | None = None
-        if is_plain:
-            inputs = plan.problem.keyed({name: self._views[name] for name in self._read})
-            views = [view._replace(name=name) for name, view in inputs.items()]
-            self._xla_pass = xla_gpu.XlaPass(plan, one.name, views, is_listed, starts)
-            if self._xla_pass.scratch_bytes:
-                self.scratch = [ShapeDtype((self._xla_pass.scratch_bytes,), np.dtype(np.uint8))]
+        self._held, self._slots = one.call.held if isinstance(work, WorkAtCall) else (), list[str]()
+        if one.call.has_slots and contents is not None:
+            self._slots = [f"{MASK}{slot.number}" for slot in contents.arrays]
+        self.lists, self.scratch, self._flats = list[Array](), list[ShapeDtype](), dict[int, xla_gpu.Flat]()
+        self.is_plain = plan.is_kernels_alone and plan.results(one.name) == plan.kernel_results(one.name)
+        self.is_plain = self.is_plain and not checks.is_on()
+        if self.is_plain:
+            self._make_flat = self._maker(one.names, takes_held)
+            flat = self._flat(nvrtc.current_number())
+            self.number = flat.number
+            if flat.scratch_bytes:
+                self.scratch = [ShapeDtype((flat.scratch_bytes,), np.dtype(np.uint8))]
         elif isinstance(work, WorkAtCall):
             self._lists_of = gpu.lists_of_calls(plan, work)
 
+    def _maker(self, names: Sequence[str], takes_held: bool) -> Callable[[], xla_gpu.Flat]:
+        """Return the function that returns the launches on the current device, and set `lists`."""
+        plan, buffers = self._ready._plan, {name: xla_gpu.Source(number) for number, name in enumerate(names)}
+        inputs = plan.problem.keyed({name: (self._views[name], buffers[name]) for name in self._read})
+        inputs = {name: (view._replace(name=name), buffer) for name, (view, buffer) in inputs.items()}
+        starts, memory = xla_gpu.packed(xla_gpu.lists_of(plan.work))
+        lists = {key: xla_gpu.Source(len(names), start) for key, start in starts.items()}
+        self.lists = [memory] if lists else []
+        of_mask, num_arguments = [buffers[name] for name in self._slots], len(names) + len(self.lists)
+        if takes_held:
+            of_mask += [xla_gpu.Source(num_arguments + number) for number in range(len(self._held))]
+            num_arguments += len(self._held)
+        else:
+            of_mask += [xla_gpu.Source(None, array.data.ptr) for array in self._held]
+        return partial(xla_gpu.flat, plan, self._name, inputs, of_mask, lists, self._ready._numbers, num_arguments)
+
+    def _flat(self, device: int) -> xla_gpu.Flat:
+        """Return the launches on a device."""
+        if device not in self._flats:
+            self._flats[device] = xla_gpu.within(device, self._make_flat)
+        return self._flats[device]
+
     def native(self) -> NativePass | None:
         """Return the pass that XLA launches without Python; None if Python has to prepare each call."""
-        launches = self._xla_pass
-        if launches is None or launches.has_own_lists or (of_device := handler()) is None:
+        if not self.is_plain or (of_device := handler()) is None:
             return None
-        return of_device(partial(self._flat, launches), nvrtc.current_number(), self._held)
-
-    def number(self) -> int:
-        """Return a digest of the launches, which are the same for all lists of similar lengths."""
-        assert self._xla_pass is not None
-        return number_of(self._flat(self._xla_pass, nvrtc.current_number()))
-
-    def _flat(self, launches: xla_gpu.XlaPass, device: int) -> xla_gpu.Flat:
-        """Return the launches on a device as numbers."""
-        arrays = [xla_gpu.Source(place, 0) for place in self._places]
-        of_mask = [xla_gpu.Source(place, 0) for place in self._of_mask]
-        of_mask += [xla_gpu.Source(None, array.data.ptr) for array in self._held]
-        return launches.flat(arrays, of_mask, self._numbers, self._num_arguments, device)
+        return of_device(self._flat, nvrtc.current_number())
 
     def __call__(self, context: ExecutionContext, results: Sequence[Buffer], *buffers: Buffer) -> None:
         device = buffers[0].__dlpack_device__()[1]
-        run = self._with_cupy if self._xla_pass is None else self._launch
-        xla_gpu.within(device, lambda: run(device, context.stream, results, buffers))
-
-    def _launch(self, device: int, stream: int, results: Sequence[Buffer], buffers: Sequence[Buffer]) -> None:
-        """Launch the kernels of the pass on the buffers."""
-        assert self._xla_pass is not None
-        addresses = list(map(xla_gpu.address, buffers))
-        written = list(map(xla_gpu.address, results))
-        scratch = written.pop() if self.scratch else 0
-        of_mask = [addresses[place] for place in self._of_mask] or [array.data.ptr for array in self._held]
-        arrays = [addresses[place] for place in self._places]
-        self._xla_pass.launch(device, stream, arrays, of_mask, written, scratch, self._numbers)
+        run = partial(self._with_cupy, device, context.stream, results, buffers)
+        if self.is_plain:
+            run = partial(self._flat(device).launch, [*map(xla_gpu.address, (*buffers, *results))], context.stream)
+        xla_gpu.within(device, run)
 
     def _with_cupy(self, device: int, stream: int, results: Sequence[Buffer], buffers: Sequence[Buffer]) -> None:
         """Run the pass on CuPy arrays in the buffers' memory, if it is checked or does more than launch kernels."""
@@ -328,18 +311,9 @@ class OnGpu:
             arrays = {name: xla_gpu.as_cupy(buffer, view, device) for (name, view), buffer in views}
             read = {name: arrays[name] for name in self._read}
             if self._lists_of is not None:
-                names = list(self._views)
-                of_mask = [arrays[names[place]] for place in self._of_mask] or self._held
-                read[AT_CALL] = self._lists_of(*of_mask)
+                read[AT_CALL] = self._lists_of(*(self._held or [arrays[name] for name in self._slots]))
             for buffer, view, result in zip(results, self._results, self._ready._run(self._name, read, {})):
                 xla_gpu.as_cupy(buffer, view, device)[...] = result
-
-
-def _can_be_passed(held: Sequence[Array], work: WorkList) -> bool:
-    """True if XLA can pass the mask's arrays, from which kernels list blocks, or the lists that the host has made."""
-    if held:
-        return isinstance(work, WorkAtCall) and all(array.size and array.flags.c_contiguous for array in held)
-    return all(isinstance(array, np.ndarray) for array in work.lists.values())
 
 
 def _gpu_plan(one: Pass) -> Plan:

@@ -255,7 +255,7 @@ def _spec(labels: Labels, chosen: Mapping[str, tuple[str, ...]]) -> PartitionSpe
     return PartitionSpec(*(None if label is None else chosen.get(label) for label in labels))
 
 
-def partitioned(bind_local: BindLocal, one: Pass, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def partitioned(bind_local: BindLocal, one: Pass, *arrays: jax.Array) -> list[jax.Array]:
     """Run a pass on arrays that XLA may shard; `bind_local` runs a pass on the arrays of one device."""
     axes = Axes(one)
 

@@ -109,8 +109,7 @@ struct Kernel {
 
 // The word that is set to the address of a buffer of the call plus an offset.
 struct Place {
-  uint32_t word, buffer;
-  uint64_t offset;
+  uint64_t word, buffer, offset;
 };
 
 // Memory in a buffer that is set to zero before the first kernel.
@@ -200,15 +199,13 @@ extern "C" {
 
 void cuflash_set_driver(const Driver* functions) { driver = *functions; }
 
-// Return 0 if a pass with these sizes exceeds the limits of this file.
-int cuflash_fits(uint32_t num_words, uint32_t num_buffers, uint32_t most_arguments, int device) {
-  return num_words <= kMostWords && num_buffers <= kMostBuffers && most_arguments <= kMostArguments &&
-         device < kMostDevices;
-}
-
 // Set the pass of a call on a device; null removes it. Python calls this function from one thread at a time. Returns 0
-// if the table, whose entries are kept forever, is full.
+// if the pass exceeds the limits of this file, or if the table, whose entries are kept forever, is full.
 int cuflash_set(int64_t call, int device, const Pass* pass) {
+  if (device >= kMostDevices) return 0;
+  if (pass != nullptr && (pass->num_words > kMostWords || pass->num_buffers > kMostBuffers)) return 0;
+  for (uint32_t i = 0; pass != nullptr && i < pass->num_kernels; ++i)
+    if (pass->kernels[i].num_arguments > kMostArguments) return 0;
   Entry* entry = find(call);
   if (entry != nullptr) {
     __atomic_store_n(&entry->passes[device], pass, __ATOMIC_RELEASE);

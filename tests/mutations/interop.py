@@ -238,7 +238,11 @@ FAULTS = {
     },
     interop_guards.masks_of_jax_on_a_device_are_listed: {
         "lists lie where the workspaces lie": Edit(
-            "executors/xla_gpu.py", "XlaPass.launch", "scratch + self._lists_start", "scratch"
+            "executors/xla_gpu.py", "flat", "start = _aligned(nbytes)", "start = 0"
+        ),
+        "Python launches with addresses that are not raised": Edit(
+            "executors/xla_gpu.py", "Flat.launch", "words[word] = buffers[buffer] + offset",
+            "words[word] = buffers[buffer]",
         ),
         "the host evaluates masks of arrays": Edit(
             "jax/_runs.py", "_gpu_plan", "planned if call.looked_up.contents is None else at_each_call(planned)",
@@ -247,12 +251,12 @@ FAULTS = {
     },
     interop_guards.passes_of_jax_on_a_device_are_right: {
         "counters are not set to zero": Edit(
-            "executors/xla_gpu.py", "_Workspaces.__init__", "[sum(is_zeroed)]", "[0]"
+            "executors/xla_gpu.py", "placed", "[num_zeroed]", "[0]"
         ),
         "results that kernels add to are not set to zero": Edit(
-            "executors/xla_gpu.py", "XlaPass.launch", "for place, nbytes in bound.launches.record.zeroed:",
-            "for place, nbytes in ():",
+            "executors/xla_gpu.py", "flat", "for place, nbytes in last.zeroed", "for place, nbytes in ()"
         ),
+        "Python sets nothing to zero": Edit("executors/xla_gpu.py", "Flat.launch", "in self.zeros:", "in ():"),
     },
     interop_guards.launches_of_xla_are_right: {
         "every kernel has one block": Edit("jax/handler.cpp", "launched", "kernel.grid, 1, 1", "1, 1, 1"),
@@ -261,16 +265,15 @@ FAULTS = {
             "buffers[pass->places[i].buffer]"
         ),
         "seeds and offsets of dropout are left out": Edit(
-            "executors/xla_gpu.py", "XlaPass.flat", "words[word] = (offset + more) % (1 << 64)", "words[word] = offset"
+            "executors/xla_gpu.py", "flat", "words[-1][word] = (offset + more) % (1 << 64)", "words[-1][word] = offset"
         ),
-        "lists lie where workspaces lie": Edit(
-            "executors/xla_gpu.py", "XlaPass.flat", "Source(scratch, self._lists_start)", "Source(scratch, 0)"
+        "kernels read no row intervals while they list masks": Edit(
+            "executors/xla_gpu.py", "lists_of", "works = (False, work), (True,", "works = (False, work), (False,"
         ),
     },
     interop_guards.new_contents_of_jax_compile_nothing: {
         "lists are parts of functions": Edit(
-            "jax/_entry.py", "called", "{} if holds_contents(without, looked_up, names) else jax.jit(run)",
-            "jax.jit(run)",
+            "jax/_entry.py", "called", "call.own if call.holds_contents else jax.jit(run)", "jax.jit(run)"
         ),
         "the positions of lists are those of their lengths": Edit(
             "executors/xla_gpu.py", "packed", "3 * max(_ALIGNMENT, 1 << ((array.nbytes - 1) // 3).bit_length())",
@@ -280,18 +283,12 @@ FAULTS = {
             "executors/xla_gpu.py", "packed", "memory[start : start + array.nbytes]", "memory[: array.nbytes]"
         ),
         "all lists start where the first one starts": Edit(
-            "executors/xla_gpu.py", "XlaPass.flat", "each.offset + start", "each.offset"
+            "jax/_runs.py", "OnGpu._maker", "Source(len(names), start)", "Source(len(names))"
         ),
-        "Python launches with all lists where the first one starts": Edit(
-            "executors/xla_gpu.py", "XlaPass.launch", "[each + start for", "[each for"
-        ),
-        "addresses are those of lists in the plan's memory": Edit(
-            "executors/xla_gpu.py", "_ListsOfCalls.lists", "Lists({})", "super().lists(work)"
-        ),
-        "lists on the device are parts of functions": Edit(
+        "each mask on the device is planned": Edit(
             "jax/_primitives.py", "_executed", "is_general=bool(call.held)", "is_general=False"
         ),
-        "all calls share a function": Edit("jax/_runs.py", "executable", "else runner.number()", "else 0"),
+        "all calls share a function": Edit("jax/_runs.py", "executable", "runner.number", "0"),
     },
     interop_guards.contents_of_jax_on_the_host_are_right: {
         "gradients are those of an edited mask": Edit(
@@ -306,6 +303,9 @@ FAULTS = {
         "runs keep masks": Edit(
             "jax/_runs.py", "OnHost.__init__", "self._plan_of = lambda arrays: plan",
             "self._plan_of = lambda arrays: (plan, one)[0]",
+        ),
+        "JAX traces derivatives at each call": Edit(
+            "jax/_derivatives.py", "differentiate_passes", "linearizations.update(", "dict().update("
         ),
         "JAX keeps masks": Edit("jax/_primitives.py", None, "set[type]()).add(JaxCall)", "set[type]()).copy()"),
     },

@@ -429,7 +429,7 @@ def launches_of_xla_are_right(library: ModuleType) -> None:
     with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
         on_a_machine(patch, machine, library, is_native=True)
         with jax.default_device(jax.devices("cpu")[0]):
-            for case in ("causal", "lengths", "dropout"):
+            for case in ("causal", "elements", "lengths", "dropout"):
                 check_case(library, machine.asarray, case)
 
 
@@ -444,18 +444,20 @@ def new_contents_of_jax_compile_nothing(library: ModuleType) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 on_a_machine(patch, machine, library, is_native)
                 for kind in ("partial blocks", "lists per head", "an index on the device"):
-                    check_new_contents(library, ON_A_DEVICE[kind], machine.asarray)
+                    check_new_contents(library, ON_A_DEVICE[kind], machine.asarray, "the device" in kind)
 
 
 def contents_of_jax_on_the_host_are_right(library: ModuleType) -> None:
-    """Check eager calls with masks of NumPy arrays: edits, where results lie, and that nothing is left."""
+    """Check eager calls with masks of NumPy arrays: edits, where results lie, what is left, and derivatives."""
     jax = pytest.importorskip("jax")
-    from test_jax_contents import check_edits, check_places, check_that_nothing_is_left
+    from test_jax_contents import check_derivatives, check_edits, check_places, check_that_nothing_is_left
 
     with jax.default_device(jax.devices("cpu")[0]):
         check_edits(library)
         check_places(library)
         check_that_nothing_is_left(library, 4)
+        with pytest.MonkeyPatch.context() as patch:
+            check_derivatives(patch, library)
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:

@@ -158,9 +158,9 @@ def test_calls_with_one_mask_plan_once(monkeypatch, kind):
 def check_equal_calls(monkeypatch, library):
     """Check that JAX traces and lowers equal calls and their gradients once, also if masks of arrays differ."""
     of_call, primitives, work = part(library, "jax._call").JaxCall, part(library, "jax._primitives"), []
-    of, prepared = of_call.of, primitives.prepared
+    of, run_by_xla = of_call.of, primitives.run_by_xla
     monkeypatch.setattr(of_call, "of", lambda *args: work.append("traced") or of(*args))
-    monkeypatch.setattr(primitives, "prepared", lambda *args: work.append("lowered") or prepared(*args))
+    monkeypatch.setattr(primitives, "run_by_xla", lambda *args: work.append("lowered") or run_by_xla(*args))
     dropout = library.Dropout(0.5, 3)
     for dtype in (np.float32, np.float16):
         q, k, v, do = (array.astype(dtype) for array in (Q, K, V, DO))
@@ -187,8 +187,8 @@ class _OnMachine:
 
     def __init__(self, runner, runs):
         self._runner, self.scratch, self._runs = runner, runner.scratch, runs
-        self.native, self.number = runner.native, runner.number
-        self.takes_lists, self.lists = runner.takes_lists, runner.lists
+        self.is_plain, self.lists, self.native = runner.is_plain, runner.lists, runner.native
+        self.number = runner.number if runner.is_plain else None
 
     def __call__(self, context, results, *buffers):
         for buffer in results:  # memory of a device holds anything
@@ -210,7 +210,6 @@ def on_a_machine(monkeypatch, machine, library, is_native=False):
     monkeypatch.setattr(xla_gpu, "address", lambda buffer: np.asarray(buffer).ctypes.data)
     monkeypatch.setattr(xla_gpu, "as_cupy", as_cupy)
     monkeypatch.setattr(xla_gpu, "as_cupy_stream", lambda ptr: machine.streams[ptr])
-    monkeypatch.setattr(xla_gpu, "MACHINE", xla_gpu.XlaGpu())
     monkeypatch.setattr(runs, "_bytes_of", lambda array: jnp.array(array.host.reshape(-1).view(np.uint8)))
     monkeypatch.setattr(runs, "handler", lambda: xla_handler.on_cpu(library) if is_native else None)
     monkeypatch.setattr(part(library, "masks.fields"), "is_on_cuda", lambda name, value: isinstance(value, jax.Array))

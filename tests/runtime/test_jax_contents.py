@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+from jax.interpreters import ad  # noqa: E402
 
 import cuflash.jax  # noqa: E402
 from cuflash import BlockIndex  # noqa: E402
@@ -68,8 +71,18 @@ ON_THE_HOST = {name: make for name, make in ON_A_DEVICE.items() if "the device" 
 }  # fmt: skip
 
 
-def check_new_contents(library, make, share, turns=3):
-    """Check that new masks have the bits of other libraries' arrays, and that only the first of them compiles."""
+def check_new_contents(library, make, share, is_on_device, turns=3):
+    """Check that new masks have the bits of other libraries' arrays, and that only the first of them compiles.
+
+    Of masks on the device, the first is planned.
+    """
+    call = part(library, "jax._call").JaxCall
+    with mock.patch.object(call, "planned", autospec=True, side_effect=call.planned) as planned:
+        compare_turns(library, make, share, turns)
+    assert planned.call_count <= 2 * (1 if is_on_device else turns)
+
+
+def compare_turns(library, make, share, turns):
     arrays, of_jax = (*map(share, (Q, K, V)),), part(library, "jax").attention
     q, k, v, do = map(jnp.asarray, (Q, K, V, DO))
     for turn in range(turns):
@@ -88,7 +101,7 @@ def check_new_contents(library, make, share, turns=3):
 
 @pytest.mark.parametrize("kind", ON_A_DEVICE)
 def test_new_contents_on_a_gpu_compile_nothing(place, kind):
-    check_new_contents(cuflash, ON_A_DEVICE[kind], place.share)
+    check_new_contents(cuflash, ON_A_DEVICE[kind], place.share, "the device" in kind)
 
 
 @pytest.fixture
@@ -100,7 +113,7 @@ def on_the_host():
 @pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("kind", ON_THE_HOST)
 def test_new_contents_on_the_host_compile_nothing(kind):
-    check_new_contents(cuflash, ON_THE_HOST[kind], lambda array: array)
+    check_new_contents(cuflash, ON_THE_HOST[kind], lambda array: array, False)
 
 
 def check_edits(library):
@@ -161,6 +174,27 @@ def test_mapped_and_checked_calls_take_new_contents(monkeypatch):
     np.testing.assert_array_equal(mapped, expected)
     monkeypatch.setenv("CUFLASH_CHECK", "1")
     np.testing.assert_array_equal(attention(q, k, v, mask=index), expected)
+
+
+def check_derivatives(monkeypatch, library):
+    """Check that no call is traced to be differentiated, and that integers have no tangents."""
+    module, of_passes = part(library, "jax"), part(library, "jax._primitives").PRIMITIVES
+    q, k, v, do = map(jnp.asarray, (Q, K, V, DO))
+    lengths = jnp.asarray(np.array([3, 5]))
+    o, pull = jax.vjp(lambda n: module.attention(q, k, v, mask=library.masks.Lengths(kv=n)), lengths)
+    (nothing,) = pull(o)
+    assert nothing.dtype == jax.dtypes.float0
+    monkeypatch.setitem(ad.primitive_jvps, of_passes["forward"], lambda *_, **__: pytest.fail("JAX traces a call"))
+    index = library.BlockIndex.from_blocks(grid(0), LENGTH, LENGTH, BLOCK)
+    _, pull = jax.vjp(partial(module.attention, mask=index), q, k, v)
+    _, vjp = library.attention_vjp(Q, K, V, mask=index)
+    for actual, wanted in zip(pull(do), vjp(DO), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_derivatives_of_calls_are_not_traced(monkeypatch):
+    check_derivatives(monkeypatch, cuflash)
 
 
 def check_that_nothing_is_left(library, turns):

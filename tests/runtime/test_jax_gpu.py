@@ -134,9 +134,9 @@ def check_workspaces(library):
         "counter": launches.Workspace((5,), np.dtype(np.int32), is_zeroed=True),
         "parts": launches.Workspace((7,), np.dtype(np.float32)),
     }
-    workspaces = xla_gpu._Workspaces(needs)
-    assert workspaces.take(xla_gpu.XlaStream(0, 4096)).addresses == [4096 + 256, 4096, 4096 + 512]
-    assert (workspaces.zero_bytes, workspaces.nbytes) == (256, 768)
+    starts, end_of_zeros, end = xla_gpu.placed(list(needs.values()), 512)
+    assert starts == [512 + 256, 512, 512 + 512]
+    assert (end_of_zeros, end) == (512 + 256, 512 + 768)
 
 
 def test_workspaces_are_apart_and_counters_first():
