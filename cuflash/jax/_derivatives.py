@@ -7,11 +7,9 @@ function of the tangents alone, so that its transpose has no cotangents for o_do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 import jax
-from jax._src.interpreters.ad import primitive_linearizations as linearizations  # JAX has no public name of it
 from jax.interpreters import ad
 
 from ..arrays import ShapeDtype
@@ -103,24 +101,12 @@ def _cotangents(cotangents: Tangents, one: Pass) -> Named:
 
 
 def _forward_jvp(one: Pass, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
-    results, _, values, of_tangents = _forward_linearized(one, *primals)
-    return results, of_tangents(values, *tangents)
-
-
-def _forward_tangents(one: Pass, values: Arrays, *tangents: jax.Array | ad.Zero) -> Tangents:
-    """Return the tangents of the results; `values` are the arrays and the results."""
-    dots = _nonzero(one.names, tangents)
+    arrays, dots = dict(zip(one.names, primals)), _nonzero(one.names, tangents)
+    o, lse = bind(one.call, "forward", arrays, one.of)
     if not dots:
-        return _zeros(values[-2:])
-    arrays = dict(zip((*one.names, "o", "lse"), values)) | _with_suffix(dots)
-    return bind(one.call, "jvp", arrays, _shapes(one))
-
-
-def _forward_linearized(one: Pass, *arguments: Any) -> tuple[Arrays, list[bool], Arrays, Callable[..., Tangents]]:
-    """Return the results and the function of their tangents, so that JAX need not trace `_forward_jvp` at each call."""
-    primals = arguments[-len(one.names) :]  # those before them depend on JAX's version
-    results = bind(one.call, "forward", dict(zip(one.names, primals)), one.of)
-    return results, [True, True], [*primals, *results], partial(_forward_tangents, one)
+        return [o, lse], _zeros([o, lse])
+    arrays |= {"o": o, "lse": lse, **_with_suffix(dots)}
+    return [o, lse], bind(one.call, "jvp", arrays, _shapes(one))
 
 
 def _jvp_jvp(one: Pass, primals: Arrays, tangents: Tangents) -> tuple[Arrays, Tangents]:
@@ -217,4 +203,3 @@ def differentiate_passes() -> None:
     }  # fmt: skip
     ad.primitive_jvps.update({PRIMITIVES[name]: _rule(of_pass) for name, of_pass in jvps.items()})
     ad.primitive_transposes.update({PRIMITIVES[name]: _rule(of_pass) for name, of_pass in transposes.items()})
-    linearizations.update({PRIMITIVES["forward"]: _rule(_forward_linearized)})

@@ -304,9 +304,6 @@ FAULTS = {
             "jax/_runs.py", "OnHost.__init__", "self._plan_of = lambda arrays: plan",
             "self._plan_of = lambda arrays: (plan, one)[0]",
         ),
-        "JAX traces derivatives at each call": Edit(
-            "jax/_derivatives.py", "differentiate_passes", "linearizations.update(", "dict().update("
-        ),
         "JAX keeps masks": Edit("jax/_primitives.py", None, "set[type]()).add(JaxCall)", "set[type]()).copy()"),
     },
     interop_guards.traced_options_are_named: {

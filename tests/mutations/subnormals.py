@@ -31,7 +31,8 @@ source.KERNELS = Path(sys.argv[1])
 import probing
 units = 2.0**-24, 2.0**-133, 2.0**-133
 of_groups = probing.group_products("bfloat16", 16, True, units[1])
-for launch in (probing.exact_sums("float64"), probing.mma(units), of_groups, probing.subnormals()):
+added = probing.bulk("runs of subnormal numbers", 2.0**-140)
+for launch in (probing.exact_sums("float64"), probing.mma(units), of_groups, probing.subnormals(), added):
     probing.assert_expected(launch, launch.on_simulator())
 assert np.array(1e-40, np.float32) * np.float32(0.5) > 0, "this thread flushes subnormal numbers"
 """
@@ -82,6 +83,7 @@ FAULTS = {
         "tensor cores of warpgroups flush bfloat16": Edit(
             "sim/runtime/wgmma.cpp", "multiply", "of_tensor_cores(false)", "of_tensor_cores(true)"
         ),
+        "additions to global memory flush": Edit("sim/runtime/bulk.cpp", None, "flushed(false)", "flushed(true)"),
         "powers scale subnormal numbers": Edit("sim/ptx/math.cuh", None, "::powf(sim::flushed(x), y)", "::powf(x, y)"),
         "doubles are rounded to normal floats": Edit(
             "sim/ptx/math.cuh", None, "{ return sim::rounded_float(x); }", "{ return static_cast<float>(x); }"

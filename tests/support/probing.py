@@ -728,14 +728,14 @@ def chunk_stores(columns: int) -> Launch:
     )  # fmt: skip
 
 
-def bulk() -> Launch:
+def bulk(name: str = "runs of bytes", unit: float = 1) -> Launch:
     half = 1040
-    numbers = np.random.default_rng(9).integers(-99, 99, half // 2).astype(np.float32)
+    numbers = (unit * np.random.default_rng(9).integers(-99, 99, half // 2)).astype(np.float32)
     first, second = np.split(numbers, 2)
     sums, ids = 3 * numbers, np.arange(64).reshape(4, 16).sum(axis=0)
     fours = np.stack([ids, 2 * ids, -ids, np.full(16, 4)], axis=1)
     return Launch(
-        name="runs of bytes", file="bulk", entry="bulk", block=64, architecture=HOPPER, shared_bytes=2 * half + 8,
+        name=name, file="bulk", entry="bulk", block=64, architecture=HOPPER, shared_bytes=2 * half + 8,
         arguments=(numbers, numbers * 0, sums, np.int32(half), np.ones((16, 4), np.float32)),
         expected={1: Expected(numbers), 2: Expected(sums + np.tile(first + second, 2)), 4: Expected(1 + fours)},
     )  # fmt: skip
@@ -1099,6 +1099,7 @@ LAUNCHES = (
     *(tile_stores(adds, *case) for case in TILES for adds in (False, True)),
     *map(chunk_stores, (1, 20, 64)),
     bulk(),
+    bulk("runs of subnormal numbers", 2.0**-140),
     diagonals(),
     ring(),
     *(turns(*way) for way in ((1, 2, 4, 0, 1), (3, 5, 9, 2, 3), (4, 8, 6, 0, 4), (5, 3, 8, 1, 2), (2, 9, 7, 3, 4))),

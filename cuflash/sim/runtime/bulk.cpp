@@ -219,14 +219,13 @@ void write_target(const Cta& cta, Transfer& store) {
       Unwatched unwatched;
       if (count)
         note_access(cta, piece.global + piece.first, count, store.adds ? Kind::atomic_write : Kind::write, {nullptr, store.where});
+      const Subnormals flushed(false);
       if (!store.adds) memcpy(piece.global + piece.first, from + piece.first, count);
       else if (store.type == Type::single)
         for (int at = piece.first; at < piece.last; at += 4) add<float, sum_single>(piece.global + at, from + at);
-      else {
-        const Subnormals of_16_bits(false);
+      else
         for (int at = piece.first; at < piece.last; at += 2)
           (store.type == Type::half ? add<uint16_t, sum_half> : add<uint16_t, sum_bfloat16>)(piece.global + at, from + at);
-      }
     }
     release(store.engine);
   });

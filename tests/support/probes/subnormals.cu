@@ -17,7 +17,8 @@ extern "C" __global__ void subnormals(const float* x, const float* y, const doub
   to[6] = static_cast<float>(z[i]);
   to[7] = ptx::pow_accurate(x[i], 0.5f);
   kept[4 * i] = ptx::min_or_nan(x[i], y[i]);
-  kept[4 * i + 1] = ptx::larger_magnitude(x[i], -y[i]);
+  const float negative = __uint_as_float(__float_as_uint(y[i]) | 0x80000000u);  // a GPU flushes -y[i]
+  kept[4 * i + 1] = ptx::larger_magnitude(x[i], negative);
   kept[4 * i + 2] = ptx::rounded_to<float>(z[i]);
   kept[4 * i + 3] = ptx::to_float(ptx::BFloat16{bits[i]});
   const uint32_t both = bits[i] | 0x3f80u << 16;  // 0x3f80 is 1 as a bfloat16, and 1.875 as a float16
