@@ -15,8 +15,8 @@ time, launches included. `plus_one` is `jax.jit` of q + 1, timed next to forward
 so that times are the device's. `of_best` is the best time of cudnn and xla divided by ours, `over_empty_us` ours minus
 that of empty calls, `of_cupy` ours divided by that of CuPy.
 
-Found:  on an H200 under jit, 512 tokens take 58 us forward and 87 with gradients (cuDNN 73 and 150), and 4096 tokens
-185 and 591 us (cuDNN 213 and 747). An eager call takes 143 us, and 1680 us with gradients, in batches of 4 calls.
+Found:  on an H200 under jit, 512 tokens take 72 us forward and 105 with gradients (cuDNN 87 and 223), and 4096 tokens
+183 and 554 us (cuDNN 209 and 675). An eager call takes 84 us, and 1229 us with gradients, in batches of 4 calls.
 
 Cost: Half a minute of a GPU, most of it for compilers; seconds on the host with --tokens 64 --long-tokens 128.
 """

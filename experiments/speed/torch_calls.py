@@ -10,8 +10,8 @@ if it exceeds device time. The backward pass is `torch.autograd.grad` on a retai
 followed by it. Rows of `host_tokens` are calls so short that their times are the host's. `of_best` is the best time of
 the other libraries divided by ours.
 
-Found:  on an H100, the fastest other library takes 1.04 to 1.19 times as long at 1024 tokens, and 1.08 to 1.92 times as
-long for block lists; results/torch_calls.csv has all times.
+Found:  on an H200, PyTorch's SDPA takes 1.05 to 1.31 times as long at 1024 tokens, and 0.65 to 0.76 times as long at
+256 tokens, where times are the host's; results/torch_calls.csv has all times.
 
 Cost: Minutes of a GPU.
 """

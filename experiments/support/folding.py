@@ -40,7 +40,7 @@ SHOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "simt-speed": {"measure": ("forward", "backward", "backward, deterministic"), "head_dim": ("128",)},
     "sparse-gpu": {"density": ("0.125", "0.500")},
     "sparse-speed": {"seqlen": ("8192",), "block": ("128",)},
-    "torch-calls": {"tokens": ("16384",)},
+    "torch-calls": {"GPU": ("NVIDIA H200",), "mask": ("causal",)},
 }  # fmt: skip
 TABLE = re.compile(r"^\|.*(?:\n\|.*)*", re.MULTILINE)
 

@@ -230,14 +230,15 @@ def torch_calls(rows: list[Row]) -> str:
     libraries = list(dict.fromkeys(row["library"] for row in rows))
     calls: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        named = tuple(row[name] for name in ("pass", "mask", "tokens", "head_dim", "batch", "heads"))
+        named = tuple(row[name] for name in ("pass", "mask", "tokens", "head_dim", "batch", "heads", "gpu"))
         calls.setdefault(named, {})[row["library"]] = row
     lines = []
     for call, by_library in calls.items():
         of_one_commit(list(by_library.values()), " ".join(call))
         us = [number(by_library.get(library, {}), "us", ".0f") for library in libraries]
         lines.append([*call, *us, number(by_library["cuflash"], "of_best", ".2f")])
-    header = ["pass", "mask", "tokens", "head_dim", "batch", "heads", *(f"{name}, us" for name in libraries), "lead"]
+    header = ["pass", "mask", "tokens", "head_dim", "batch", "heads", "GPU"]
+    header += [*(f"{name}, us" for name in libraries), "lead"]
     return f"{markdown(header, lines)}\n\n{of_gpu(rows)}"
 
 
