@@ -107,7 +107,8 @@ def scores_of_jax_are_right(library: ModuleType) -> None:
         for run in (pulled, jax.jit(pulled)):
             with watched(part(library, "calls._call").Call, "of") as calls:
                 ours, actual, dtable, dbias = run(table, places, bias)
-            assert not calls or {arguments[3].wrt for arguments in calls} == {(), ("table",), ("bias",)}
+            wrt = {arguments[3].wrt for arguments in calls}  # of calls that are not in the cache
+            assert wrt in (set(), {()}, {(), ("table",), ("bias",)})
             assert (np.asarray(ours) == o).all() and (np.asarray(actual) == o).all()
             assert (np.asarray(dtable) == gradients["table"]).all() and (np.asarray(dbias) == gradients["bias"]).all()
 
