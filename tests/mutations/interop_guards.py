@@ -303,8 +303,8 @@ def recorded_calls_use_their_own_mask(library: ModuleType) -> None:
     q, k, v, do = map(torch.from_numpy, (Q, K, V, DO))
     outputs = [call.forward(q, k, v, torch.from_numpy(mask)) for mask in (UPPER, ~UPPER)]
     for (o, lse), mask in zip(outputs, (UPPER, ~UPPER)):
-        arrays = {"do": do, "o": o, "lse": lse, "q": q, "k": k, "v": v, "mask": torch.from_numpy(mask)}
-        gradients = module.run_pass(call, "backward", (), arrays)
+        tensors = do, None, o, lse, q, k, v, torch.from_numpy(mask)  # as names_of says; dlse is None
+        gradients = module.run_pass(call, "backward", (), tensors)
         _, vjp = library.attention_vjp(Q, K, V, mask=mask)
         assert all((ours.numpy() == theirs).all() for ours, theirs in zip(gradients, vjp(DO), strict=True))
 
