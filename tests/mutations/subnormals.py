@@ -32,7 +32,7 @@ import probing
 units = 2.0**-24, 2.0**-133, 2.0**-133
 of_groups = probing.group_products("bfloat16", 16, True, units[1])
 added = probing.bulk("runs of subnormal numbers", 2.0**-140)
-for launch in (probing.exact_sums("float64"), probing.mma(units), of_groups, probing.subnormals(), added):
+for launch in (probing.exact_sums("float64"), probing.mma(units), of_groups, added, probing.subnormals()):
     probing.assert_expected(launch, launch.on_simulator())
 assert np.array(1e-40, np.float32) * np.float32(0.5) > 0, "this thread flushes subnormal numbers"
 """
