@@ -59,7 +59,7 @@ CUFLASH_DEVICE void bring_to_one_maximum(RowStats& stats, Output& o, tile::Float
     const float factor = RowStats::weight(stats.max[i], highest, softmax_scale_log2);
 #pragma unroll
     for (int j = 0; j < Output::kColumns; ++j)
-      o.at(i, j) = ptx::fma(o.at(i, j), factor, 0.0f);  // rounded before o of other warps is added, in every kernel
+      o.at(i, j) = ptx::fma(o.at(i, j), factor, 0.0f);  // rounded here in every kernel, never fused with a later sum
     stats.max[i] = highest;
     stats.sum[i] = sum;
   }

@@ -95,7 +95,8 @@ CUFLASH_DEVICE float lane_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane_offset));
   return x;
 }
-// The same over a row of a warp's tile, which four adjacent threads share, and over a warp.
+// Return the sum or maximum over a row of a warp's tile, which four adjacent threads share, or the sum over a warp, to
+// each thread. Called by whole warps.
 CUFLASH_DEVICE float quad_sum(float x) { return lane_sum<4>(x); }
 CUFLASH_DEVICE float quad_max(float x) { return lane_max<4>(x); }
 CUFLASH_DEVICE float warp_sum(float x) { return lane_sum<32>(x); }
