@@ -1,5 +1,5 @@
-// Makes the floating-point operations of a host thread flush subnormal operands and results to 0, as a GPU's operations on
-// floats do in kernels that NVRTC compiles with -ftz=true. The setting also affects doubles, which a GPU never flushes.
+// Makes the floating-point operations of a host thread flush subnormal operands and results to 0, as float operations
+// do in kernels that NVRTC compiles with -ftz=true. The setting also affects doubles, which a GPU never flushes.
 // Hosts other than x86-64 and aarch64 never flush.
 #pragma once
 
