@@ -13,7 +13,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,11 +200,13 @@ def test_a_folder_that_takes_no_file_is_refused_before_anything_runs(
 NEED_GPU = [name for name in SCRIPTS if "why_no_gpu" in SCRIPTS[name].read_text("utf-8") and name != "jax_calls"]
 
 
+@pytest.mark.usefixtures("harness")
 @pytest.mark.parametrize("name", NEED_GPU)
 def test_a_missing_gpu_is_refused(
-    name: str, harness: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(harness, "why_no_gpu", lambda: "CuPy finds no GPU")
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDeviceCount=lambda: 0))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, ndarray=SimpleNamespace))
     monkeypatch.setattr(sys, "argv", sys.argv)
     text = SCRIPTS[name].read_text("utf-8")
     flags = ["--gpu"] if "    gpu: bool" in text else []
