@@ -42,7 +42,9 @@ struct Integers {
       const int64_t value = *static_cast<const int64_t*>(from);
       return is_signed || (value >= 0 && value < kFar) ? value : kFar;
     }
-    if (itemsize == 4) return is_signed ? *static_cast<const int32_t*>(from) : *static_cast<const uint32_t*>(from);
+    // No conditional has an int32_t and a uint32_t as operands: it would return a negative int32_t as a uint32_t.
+    if (itemsize == 4 && is_signed) return *static_cast<const int32_t*>(from);
+    if (itemsize == 4) return *static_cast<const uint32_t*>(from);
     if (itemsize == 2) return is_signed ? *static_cast<const int16_t*>(from) : *static_cast<const uint16_t*>(from);
     return is_signed ? *static_cast<const int8_t*>(from) : *static_cast<const uint8_t*>(from);
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import device_double as device
@@ -65,7 +66,8 @@ def cases(draw):
     )
     kind = draw(st.sampled_from(["sequences", "lengths", "documents"]))
     if kind == "lengths":
-        of_q, of_kv = (rng.integers(0, 95, batch).astype(draw(st.sampled_from(DTYPES))) for _ in range(2))
+        dtypes = (draw(st.sampled_from(DTYPES)) for _ in range(2))
+        of_q, of_kv = (rng.integers(-9 * (dtype.kind == "i"), 95, batch).astype(dtype) for dtype in dtypes)
         mask = masks.Lengths(q=draw(st.sampled_from([None, 40, of_q])), kv=of_kv)
     elif kind == "documents":
         runs = rng.permutation(90)[np.cumsum(rng.random(shape.seqlen_q) < 0.2)]  # ids of neighboring runs, unsorted
@@ -74,7 +76,7 @@ def cases(draw):
     return shape, mask if closed is None else mask & closed
 
 
-def found_by_kernel(mask, shape, convert, target, address, stream):
+def intervals_by_kernel(mask, shape, convert, target, address, stream):
     """Return the source of a mask's intervals and the kernels' results; `convert` copies offsets to the device."""
     resolved = sent(mask, convert).resolve(shape)
     source = IntervalSource.of(resolved, shape, BLOCK)
@@ -86,7 +88,18 @@ def found_by_kernel(mask, shape, convert, target, address, stream):
 
 def on_simulator(mask, shape, schedule=None):
     machine = Simulator() if schedule is None else Simulator(schedule)
-    return found_by_kernel(mask, shape, device.DeviceArray, machine, lambda array: array._host.ctypes.data, None)
+    return intervals_by_kernel(mask, shape, device.DeviceArray, machine, lambda array: array._host.ctypes.data, None)
+
+
+def on_gpu(mask, shape):
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    source, intervals = intervals_by_kernel(mask, shape, to_device, gpu.Gpu(), lambda array: array.data.ptr, stream)
+    return source, {name: cupy.asnumpy(each) for name, each in intervals.items()}
+
+
+RUNS = {"sim": on_simulator, "gpu": on_gpu}
 
 
 def with_numbered_runs(mask):
@@ -96,7 +109,7 @@ def with_numbered_runs(mask):
     return masks.Documents(np.cumsum(np.diff(mask.q_ids, prepend=mask.q_ids[:1]) != 0))
 
 
-def assert_found(mask, shape, source, intervals):
+def assert_intervals(mask, shape, source, intervals):
     """Assert that the kernel's intervals and orders equal those that array operations compute."""
     mask = changed(mask, with_numbered_runs)
     sides = row_intervals(mask.resolve(shape), *shape[2:], source.batch, source.num_heads)
@@ -135,15 +148,19 @@ def test_the_kernel_finds_what_the_array_form_finds(executor):
     @given(cases())
     def check(case):
         shape, mask = case
-        if executor == "sim":
-            return assert_found(mask, shape, *on_simulator(mask, shape))
-        import cupy
-
-        stream = cupy.cuda.get_current_stream()
-        source, intervals = found_by_kernel(mask, shape, to_device, gpu.Gpu(), lambda array: array.data.ptr, stream)
-        assert_found(mask, shape, source, {name: cupy.asnumpy(each) for name, each in intervals.items()})
+        assert_intervals(mask, shape, *RUNS[executor](mask, shape))
 
     check()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_integers_of_every_dtype_keep_their_sign(executor):
+    """Ids and lengths may be negative, and those of queries and of keys may have different dtypes."""
+    for of_q, of_kv in itertools.product(DTYPES, repeat=2):
+        q, kv = (np.array([-9, -2, -2, 0, 3, 70]).astype(dtype) for dtype in (of_q, of_kv))
+        documents, lengths = masks.Documents(np.sort(q), np.sort(kv)[1:]), masks.Lengths(q=q, kv=kv[::-1])
+        for shape, mask in ((MaskShape((), 1, 6, 5), documents), (MaskShape((6,), 1, 7, 5), lengths)):
+            assert_intervals(mask, shape, *RUNS[executor](mask, shape))
 
 
 @needs_compiler
@@ -151,7 +168,7 @@ def test_any_order_of_threads_finds_the_same_intervals():
     shape, offsets = MaskShape((3,), 1, 300, 300), np.sort(RNG.integers(0, 301, (3, 9)), axis=-1)
     mask = masks.Sequences(offsets, causal=True, allow_gaps=True) & masks.SlidingWindow(100, 0)
     for schedule in hostile_schedules("intervals", 1):
-        assert_found(mask, shape, *on_simulator(mask, shape, schedule))
+        assert_intervals(mask, shape, *on_simulator(mask, shape, schedule))
 
 
 @needs_compiler

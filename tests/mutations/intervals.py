@@ -10,7 +10,7 @@ from cuflash import masks, sim
 from cuflash.masks import MaskShape
 from mutations.planting import Edit
 from mutations.python_guards import part
-from test_interval_kernels import assert_found, on_simulator
+from test_interval_kernels import assert_intervals, on_simulator
 from test_sequence_tiles import (
     HEIGHT, WIDTH, alone, assert_parts, backward_tiles, check_backward_tiles, check_choice, check_order,
     check_other_kernels, tiles_of,
@@ -44,6 +44,7 @@ _CASES = (
     (MaskShape((2,), 1, 30, 40), masks.Documents(
         np.sort(_RNG.integers(0, 5, (2, 30))).astype(np.uint64) << 61, np.sort(_RNG.integers(0, 3, 40)) << 61
     )),
+    (MaskShape((), 1, 5, 4), masks.Documents(np.array([-7, -7, -1, 0, 2], np.int32), np.array([-7, -1, 0, 2]))),
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def intervals_are_those_of_the_array_form() -> None:
     """Check that kernels compute the same intervals as array operations, in any order of threads."""
     for number, (shape, mask) in enumerate(_CASES):
         schedule = sim.Schedule(seed=number, order=("random", "priorities")[number % 2], shuffle_lanes=True)
-        assert_found(mask, shape, *on_simulator(mask, shape, schedule))
+        assert_intervals(mask, shape, *on_simulator(mask, shape, schedule))
 
 
 def queries_are_cut_into_tiles() -> None:
@@ -131,6 +132,9 @@ FAULTS = {
         ),
         "bytes have a sign": Edit(
             INTEGERS, "Integers.at", "is_signed ? *static_cast<const int8_t*>(", "true ? *static_cast<const int8_t*>("
+        ),
+        "negative integers of 32 bits become large": Edit(
+            INTEGERS, "Integers.at", "if (itemsize == 4 && is_signed) return *static_cast<const int32_t*>(from);", ""
         ),
         "the query behind a length sees keys": Edit(
             KERNEL, "keys_of_lengths", "query < q_length", "query <= q_length"
