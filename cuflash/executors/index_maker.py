@@ -136,13 +136,13 @@ def index_of(
         maker_of_chosen = maker_of(chosen, mask, shape, block)
         if maker_of_chosen is None:
             return BlockIndex.from_mask(_whole(chosen, mask, block), block=block, **shape._asdict())
-        return _made(maker_of_chosen, chosen)
+        return _index_by(maker_of_chosen, chosen)
     contents = mask_contents(mask, layout_key)
     maker = None if key is None or contents is None else _maker(key, mask, shape, block)
     if contents is None or maker is None:
         gpu.compile_kernels(LIST_SPECS.values(), gpu.current_target())
         return index_of_mask(mask, shape, block, gpu.current_target())
-    return _made(maker, *contents.arrays)
+    return _index_by(maker, *contents.arrays)
 
 
 def repeated_index(mask: Any, arguments: tuple[Any, ...]) -> tuple[Hashable, BlockIndex | None]:
@@ -161,10 +161,10 @@ def repeated_index(mask: Any, arguments: tuple[Any, ...]) -> tuple[Hashable, Blo
     cached: tuple[_Maker | None] | None = CALLS.get(key)
     if cached is None or cached[0] is None:
         return key, None
-    return key, _made(cached[0], *contents.arrays)
+    return key, _index_by(cached[0], *contents.arrays)
 
 
-def _made(maker: _Maker, *arrays: Array) -> BlockIndex:
+def _index_by(maker: _Maker, *arrays: Array) -> BlockIndex:
     """Return the index of chosen blocks, or of a mask, from arrays on the current device."""
     target = gpu.current_target()
     stream = target.stream()

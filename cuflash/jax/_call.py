@@ -27,7 +27,7 @@ from ..plans.plan import Plan, with_numbers
 from ..scores import Score
 from ..scores.program import ArrayType
 
-_Made = TypeVar("_Made")
+_Value = TypeVar("_Value")
 MASK = "mask."  # prefix of the names of a mask's arrays
 _SEED = ShapeDtype((), np.dtype(np.uint64))
 
@@ -68,9 +68,9 @@ def separated(q: Array, k: Array, v: Array, options: Options) -> tuple[Options, 
     return options, arrays
 
 
-def from_cache(looked_up: Lookup, key: Hashable, make: Callable[[], _Made]) -> _Made:
+def from_cache(looked_up: Lookup, key: Hashable, make: Callable[[], _Value]) -> _Value:
     """Return the object of a key from the cache of calls, or a new one, which is kept if there is a key."""
-    known: _Made | None = looked_up.find(key)
+    known: _Value | None = looked_up.find(key)
     if known is None:
         snapshot = looked_up.snapshot()
         known = make()
@@ -133,7 +133,7 @@ class JaxCall:
         """True if the mask's arrays are among the operands."""
         return any(name.startswith(MASK) for name in self.dtypes)
 
-    def cached(self, what: str, make: Callable[[], _Made], *key: Hashable, is_general: bool = False) -> _Made:
+    def cached(self, what: str, make: Callable[[], _Value], *key: Hashable, is_general: bool = False) -> _Value:
         """Return an object that depends on the call and on a key, from the cache of calls if possible.
 
         If it is general, it does not depend on the contents of the arrays in `held`.
@@ -145,7 +145,7 @@ class JaxCall:
             return from_cache(self.looked_up, full, make)
         if (what, key) not in self.own:
             self.own[what, key] = make()
-        own: _Made = self.own[what, key]
+        own: _Value = self.own[what, key]
         return own
 
     def cached_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -14,12 +14,15 @@ from ..errors import refuse
 from ..executors import checks
 from ..layouts import is_tracer
 from ..planning.dropout_launches import numbers_of
-from ..planning.lookup import lookup
+from ..planning.lookup import Lookup, lookup
 from ..planning.options import Options
 from ..scores import Score
 from ._call import JaxCall, dtypes_of, from_cache, has_key, layout_of, mask_over, separated
 from ._checks import array_reasons, has_data, holds_data, require, traced_reasons
 from ._primitives import bind
+
+# Runs a call on its options without arrays, its lookup and its arrays by name.
+_Entry: TypeAlias = Callable[[Options, Lookup, dict[str, jax.Array]], jax.Array | tuple[jax.Array, jax.Array]]
 
 
 def called(
@@ -38,22 +41,28 @@ def called(
     if have_data and type(return_lse) is bool and has_key(looked_up, names) and not checks.is_on():
         key = looked_up.key("jax", names, numbers_of(without.dropout), return_lse)
 
-    def make() -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]] | dict[Hashable, Any]:
+    def make() -> _Entry:
         refuse(flag_reasons("return_lse", return_lse) + traced_reasons(options))
         refuse(array_reasons(arrays))
         if not have_data or not isinstance(options.executor, str):
             require(arrays, without._replace(mask=mask_over(without.mask, arrays)))
         run = partial(_forward, without, names, return_lse)
-        if key is None:
-            return run
-        call = JaxCall(without, dtypes_of(arrays), looked_up, False)
-        return call.own if call.holds_contents else jax.jit(run)
+        if key is not None:
+            call = JaxCall(without, dtypes_of(arrays), looked_up, False)
+            if call.holds_contents:
+                return partial(_with_contents, call.own, return_lse)
+            run = jax.jit(run)
+        return lambda options, looked_up, arrays: run(*arrays.values())
 
-    run = from_cache(looked_up, key, make)
-    if isinstance(run, dict):
-        o, lse = bind(JaxCall(without, dtypes_of(arrays), looked_up, False, run), "forward", arrays)
-        return (o, lse) if return_lse else o
-    return run(*arrays.values())
+    return from_cache(looked_up, key, make)(without, looked_up, arrays)
+
+
+def _with_contents(
+    own: dict[Hashable, Any], return_lse: bool, options: Options, looked_up: Lookup, arrays: dict[str, jax.Array]
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Run the forward pass of a call whose mask has contents; equal contents share `own`."""
+    o, lse = bind(JaxCall(options, dtypes_of(arrays), looked_up, False, own), "forward", arrays)
+    return (o, lse) if return_lse else o
 
 
 def _forward(

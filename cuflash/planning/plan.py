@@ -172,7 +172,7 @@ class KernelPlan(Memoized):
 
     def kernel_results(self, name: str) -> dict[str, ShapeDtype]:
         """Return the shapes and dtypes of the results of a pass as the executor writes them, by name."""
-        return self._results_of_rows[name] if name in ("forward", "jvp") else self.gradients_made
+        return self._results_of_rows[name] if name in ("forward", "jvp") else self.kernel_gradients
 
     @cached_property
     def _results_of_rows(self) -> dict[str, dict[str, ShapeDtype]]:
@@ -197,7 +197,7 @@ class KernelPlan(Memoized):
         return arguments | {f"d{operand.key}": ShapeDtype(operand.shape, operand.dtype) for operand in others}
 
     @property
-    def gradients_made(self) -> dict[str, ShapeDtype]:
+    def kernel_gradients(self) -> dict[str, ShapeDtype]:
         """Shapes and dtypes of gradients as the executor writes them, before sums over broadcast axes.
 
         Gradients that are summed over broadcast axes afterwards have all batch axes, and the accumulator's dtype.
@@ -223,7 +223,7 @@ class KernelPlan(Memoized):
     def _summed_bytes(self) -> int:
         """Bytes of gradients before sums over broadcast axes, and of the largest of these sums before rounding."""
         problem, wanted = self.problem, self.gradients
-        summed = {name: each.shape for name, each in self.gradients_made.items() if each != wanted[name]}
+        summed = {name: each.shape for name, each in self.kernel_gradients.items() if each != wanted[name]}
         before = sum(map(prod, summed.values()))
         narrow = [prod(wanted[name].shape) for name in summed if wanted[name].dtype != problem.accumulator]
         return (before + max(narrow, default=0)) * problem.accumulator.itemsize

@@ -169,14 +169,14 @@ class Builder:
         self.instructions: list[Instruction] = []
         self.numbers: list[float] = []
         self._num_given = num_numbers
-        self._found: dict[tuple[Hashable, ...], int] = {}
+        self._number_of: dict[tuple[Hashable, ...], int] = {}
         self._slots: dict[str, int] = {}
 
     def put(self, op: str, kind: BlockKind, *args: int, value: Array = None) -> int:
         """Add an instruction without simplification, unless an equal one exists, and return its number."""
         key = op, kind, args, value
         instructions = self.instructions
-        n = self._found.setdefault(key, len(instructions))
+        n = self._number_of.setdefault(key, len(instructions))
         if n == len(instructions):
             instructions.append(_tuple_of(Instruction, key))
         return n
@@ -184,7 +184,7 @@ class Builder:
     def put_inputs(self) -> Iterable[int]:
         """Add s, b, h, i and j to a builder without instructions, and return their numbers."""
         self.instructions += _INPUTS
-        self._found |= _INPUT_NUMBERS
+        self._number_of |= _INPUT_NUMBERS
         return range(len(_INPUTS))
 
     def kind(self, n: int) -> BlockKind:

@@ -384,7 +384,7 @@ class Score:
         Pickling requires a function at module level. Arrays are arguments of the call, never part of the callable:
         `copy.deepcopy` copies the arguments, with its memo, but not the callable.
         """
-        return _made_again, self._remake or (Score._of_reserved, (self.function,), dict(self.arrays))
+        return _rebuilt, self._remake or (Score._of_reserved, (self.function,), dict(self.arrays))
 
     def __str__(self) -> str:
         """Return the program, one instruction per line, and its numbers."""
@@ -397,7 +397,7 @@ class Score:
         return f"<Score {self.name}{arrays}>"
 
 
-def _made_again(make: Callable[..., Score], arguments: tuple[Any, ...], options: dict[str, Any]) -> Score:
+def _rebuilt(make: Callable[..., Score], arguments: tuple[Any, ...], options: dict[str, Any]) -> Score:
     return make(*arguments, **options)
 
 

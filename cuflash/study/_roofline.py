@@ -343,7 +343,7 @@ def _array_bytes(plan: KernelPlan, kernels: Pass) -> dict[str, int]:
     sizes = {name: prod(shape) * itemsize for name, shape in problem.argument_shapes().items()}
     sizes["o"] = sizes["do"] = prod(problem.o_shape()) * itemsize
     sizes["lse"] = prod(problem.lse_shape()) * problem.accumulator.itemsize
-    sizes |= {name: prod(gradient.shape) * gradient.dtype.itemsize for name, gradient in plan.gradients_made.items()}
+    sizes |= {name: prod(gradient.shape) * gradient.dtype.itemsize for name, gradient in plan.kernel_gradients.items()}
     sizes |= {operand.key: prod(operand.shape) * operand.dtype.itemsize for operand in problem.operands}
     return sizes | {name: workspace.nbytes for name, workspace in kernels.workspaces.items()}
 

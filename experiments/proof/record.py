@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = PARTS[part](options.folder)
         if options.action == "make":
             _write(path, rows)
-            _write(options.folder / "record.csv", _made_with(options.folder / "record.csv", part))
+            _write(options.folder / "record.csv", _rows_of_versions(options.folder / "record.csv", part))
             continue
         changed = changes(part, _rows(path), rows)
         num_changed += len(changed)
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if num_changed else 0
 
 
-def _made_with(path: Path, part: str) -> list[Row]:
+def _rows_of_versions(path: Path, part: str) -> list[Row]:
     """Return the rows of record.csv, with this machine's versions in the row of a part."""
     facts = machine()
     header = ("part", *facts)

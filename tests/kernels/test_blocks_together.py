@@ -254,7 +254,7 @@ WITHIN_BLOCKS: dict[str, Callable[[], None]] = {
     "lists_choose": choosing,
     "lists_choose_wide": choosing_from_wide_rows,
     "lists_pool": test_selection_kernels.check_means,
-    "lists_ranks": lambda: test_list_kernels.made_by_kernels(*of_many_elements()),
+    "lists_ranks": lambda: test_list_kernels.lists_by_kernels(*of_many_elements()),
     "results_merge": test_result_kernels.check_merges,
 }
 CHILD = """

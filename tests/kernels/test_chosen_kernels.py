@@ -129,7 +129,7 @@ def unions_as_arrays(tiling: Any, members: np.ndarray[Any, Any]) -> list[tuple[l
     return unions
 
 
-def made_unions(source: Any, views: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+def unions_by_kernels(source: Any, views: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     """Return blocks and words of each tile, as the kernel wrote them."""
     words = views["words"].astype(object) @ [1 << 32 * n for n in range(source.tiling.words_per_entry)]
     return [
@@ -165,7 +165,7 @@ def require_unions(case: Any, work: Any, views: Any) -> None:
         members = members.reshape(-1, *members.shape[-3:])
         assert (members == members[:1]).all(), "batch entries that differ have unions of their own"
         members = members[:1]
-    assert made_unions(work.source, views) == unions_as_arrays(work.tiling, members)
+    assert unions_by_kernels(work.source, views) == unions_as_arrays(work.tiling, members)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -228,7 +228,7 @@ def check_unions_of_index(library: Any, case: Any, machine: Any = None) -> None:
     table = np.pad(table, [(0, 0)] * (table.ndim - 1) + [(0, num_blocks * side - shape.seqlen_kv)])
     members = table.reshape(shape.num_batch, shape.num_heads, shape.seqlen_q, num_blocks, side).any(-1)
     members = members[: work.tiling.batch, : work.tiling.num_lists]
-    assert made_unions(work.source, views) == unions_as_arrays(work.tiling, members)
+    assert unions_by_kernels(work.source, views) == unions_as_arrays(work.tiling, members)
 
 
 @needs_compiler
@@ -482,7 +482,7 @@ def check_bits(run: Run, example: Example, num_tiles: int, name: str) -> None:
     for machine in (Simulator(), *map(Simulator, hostile_schedules(name, 1)), *blocks_together(name, most=1)):
         arrays = {name: getattr(example, name) for name in "qkv"}
         outputs = {name: np.full(each.shape, np.nan, each.dtype) for name, each in plan.results("forward").items()}
-        gradients = {name: np.full(each.shape, np.nan, each.dtype) for name, each in plan.gradients_made.items()}
+        gradients = {name: np.full(each.shape, np.nan, each.dtype) for name, each in plan.kernel_gradients.items()}
         forward, backward = passes_of_few_blocks
         run_pass(plan, forward, machine, arrays | outputs)
         run_pass(plan, backward, machine, arrays | outputs | cotangents | gradients)

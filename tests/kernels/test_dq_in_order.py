@@ -84,7 +84,7 @@ def plan_of(example: Example, library: Any = cuflash, **options: Any) -> KernelP
     )._plan
 
 
-def found_of(run: Run, example: Example) -> dict[str, Any]:
+def results_of(run: Run, example: Example) -> dict[str, Any]:
     """Return all results by name, including the gradients of captured arrays."""
     options = {} if example.dropout is None else {"dropout": example.dropout}
     results = everything(run, example, **options)
@@ -99,7 +99,7 @@ def assert_right(example: Example, actual: dict[str, Any]) -> None:
 def under(machine: Any, example: Example) -> dict[str, Any]:
     """Return all results that a simulator computes."""
     with patch.object(executor, "_SIMULATOR", machine):
-        return found_of(HOPPER, example)
+        return results_of(HOPPER, example)
 
 
 def check(name: str, mask: str, width: str, schedules: Iterable[Schedule], **sizes: Any) -> None:
@@ -140,7 +140,7 @@ def test_sums_of_an_array_end_with_a_tile() -> None:
 @needs_compiler
 def test_the_default_form_differs_in_the_sums_alone() -> None:
     example = example_of("dropout", "causal", "128", q_batch=(), k_batch=(), v_batch=())
-    ours, default = found_of(HOPPER, example), found_of(replace(HOPPER, deterministic=False), example)
+    ours, default = results_of(HOPPER, example), results_of(replace(HOPPER, deterministic=False), example)
     assert not plan_of(example, deterministic=False).kernels.is_repeatable
     assert all(ours[each].tobytes() == default[each].tobytes() for each in ("o", "lse", "dk", "dv"))
 
@@ -156,7 +156,7 @@ def check_tiles_that_see_no_key(run: Run = HOPPER) -> None:
     # only the last 40 of 330 queries attend a key
     example = example.but(k=example.k[..., :40, :], v=example.v[..., :40, :])
     with patch.dict("os.environ", CUFLASH_CHECK="1"):
-        assert_right(example, found_of(run, example))
+        assert_right(example, results_of(run, example))
 
 
 @on_hopper
@@ -177,10 +177,10 @@ def test_drawn_masks_are_within_their_bounds(run: Run, example: Example) -> None
 def test_results_repeat_on_a_gpu(name: str, mask: str, width: str) -> None:
     """The GPU cannot run all tiles of keys at once."""
     example = example_of(name, mask, width)
-    first = found_of(ON_GPU, example)
+    first = results_of(ON_GPU, example)
     assert_right(example, first)
     for _ in range(20):
-        again = found_of(ON_GPU, example)
+        again = results_of(ON_GPU, example)
         assert all(again[key].tobytes() == first[key].tobytes() for key in first)
 
 
@@ -250,7 +250,7 @@ def check_parts(library: Any) -> None:
             assert plan.specs["backward"].score_is_stored
             assert (sums.shape, sums.dtype) == ((*parts, *bias.shape), np.float16)
             assert ("zero.sums.bias" in plan.kernels.backward.launches) == ("mask" in options)
-            assert plan.gradients_made["dscore.bias"].dtype == np.float16
+            assert plan.kernel_gradients["dscore.bias"].dtype == np.float16
             assert not planned(bias, deterministic=False, **options).specs["backward"].score_is_stored
     for bias in (shape(256, 256, dtype=np.float32), shape(1, 256)):  # another dtype; a gradient that all queries share
         assert not planned(bias).specs["backward"].score_is_stored

@@ -153,8 +153,8 @@ def gradients(way):
     arrays["o"], arrays["lse"] = cuflash.attention(*(arrays[name] for name in "qkv"), **options)
     with WAYS[way].plans():
         plan = SIM90.kernel_plan(example)
-        made = {name: np.zeros(each.shape, each.dtype) for name, each in plan.gradients_made.items()}
-        run(plan, plan.kernels.backward, Simulator(sim.Schedule(order="random"), "thread"), arrays | made)
+        results = {name: np.zeros(each.shape, each.dtype) for name, each in plan.kernel_gradients.items()}
+        run(plan, plan.kernels.backward, Simulator(sim.Schedule(order="random"), "thread"), arrays | results)
 gradients(first)
 print("end", file=sys.stderr, flush=True)
 with tempfile.TemporaryDirectory() as folder, planting.planted(Path(folder), planting.Edit(*edit)):

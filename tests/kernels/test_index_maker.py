@@ -44,7 +44,7 @@ def expected_of(cells, mask, shape, block):
     return BlockIndex.from_mask(whole if mask == masks.Band() else whole & mask, block=block, **shape._asdict())
 
 
-def index_made_by_kernels(xp, cells, mask, shape, block):
+def index_by_kernels(xp, cells, mask, shape, block):
     return index_of(xp.asarray(cells), mask.resolve(shape), shape, block)
 
 
@@ -62,7 +62,7 @@ def assert_same(got, expected):
 def check_indices(machine, seed, seqlen_q, seqlen_kv, block, mask, heads):
     shape = MaskShape((2,), 3, seqlen_q, seqlen_kv)
     blocks = blocks_of(shape, block, heads, seed)
-    assert_same(index_made_by_kernels(machine, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))
+    assert_same(index_by_kernels(machine, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))
 
 
 def test_kernels_make_the_index_of_chosen_blocks(cupy):
@@ -109,12 +109,12 @@ def test_whoever_makes_plans_makes_indices_on_a_device():
 def test_later_calls_of_one_layout_launch_four_kernels_and_bind_nothing(cupy, monkeypatch):
     shape, block = MaskShape((2,), 3, 37, 29), (8, 4)
     mask = masks.Causal("bottom_right").resolve(shape)
-    index_made_by_kernels(cupy, blocks_of(shape, block, 3, 0), mask, shape, block)
+    index_by_kernels(cupy, blocks_of(shape, block, 3, 0), mask, shape, block)
     monkeypatch.setattr(index_maker, "ListSource", None)
     for seed in (1, 2):
         blocks = blocks_of(shape, block, 3, seed)
         cupy.log.clear()
-        index = index_made_by_kernels(cupy, blocks, mask, shape, block)
+        index = index_by_kernels(cupy, blocks, mask, shape, block)
         assert [entry for kind, *_, entry in cupy.log if kind == "launch"] == [
             "classify", "ranks", "pointers", "entries"
         ]  # fmt: skip
@@ -216,7 +216,7 @@ def test_layouts_and_masks_are_not_mixed_up(cupy):
     shape, block = MaskShape((2,), 3, 32, 32), (8, 8)
     blocks = blocks_of(shape, block, 3, 0)
     for mask in (masks.Band(), masks.Causal(), masks.Band(-9, 4), masks.Band()):
-        assert_same(index_made_by_kernels(cupy, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))
+        assert_same(index_by_kernels(cupy, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))
     turned = cupy.asarray(blocks).swapaxes(-1, -2)
     index = index_of(turned, masks.Band(), shape, block)
     assert_same(index, expected_of(blocks.swapaxes(-1, -2), masks.Band(), shape, block))
@@ -251,4 +251,4 @@ def test_a_gpu_makes_the_index_of_chosen_blocks(mask):
 
     shape, block = MaskShape((2,), 3, 300, 500), (16, 8)
     blocks = blocks_of(shape, block, 3, 0)
-    assert_same(index_made_by_kernels(cupy, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))
+    assert_same(index_by_kernels(cupy, blocks, mask, shape, block), expected_of(blocks, mask, shape, block))

@@ -59,14 +59,14 @@ def cases(draw):
     return shape, mask if closed is None else draw(st.sampled_from([mask & closed, closed & mask])), block
 
 
-def made_by_kernels(mask, shape, block, machine=None):
+def lists_by_kernels(mask, shape, block, machine=None):
     """Return the lists that the kernels create on the simulator, and the source of the lists."""
     source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
     lists = ListMaker(source, machine or Simulator())((array._host.ctypes.data,), None)
     return source, source.views(lists)
 
 
-def made_on_gpu(mask, shape, block):
+def lists_on_gpu(mask, shape, block):
     import cupy
 
     source, array = ListSource.of(sent(mask, to_device).resolve(shape), shape, block)
@@ -80,7 +80,7 @@ def test_kernels_list_what_the_host_lists(executor):
     @given(cases())
     def check(case):
         mask, shape, block = case[1], case[0], case[2]
-        make = made_on_gpu if executor == "gpu" else made_by_kernels
+        make = lists_on_gpu if executor == "gpu" else lists_by_kernels
         assert_lists_of(*make(mask, shape, block), mask)
 
     check()
@@ -138,7 +138,7 @@ MANY = [
 def test_any_order_of_threads_gives_the_same_lists(case):
     shape, mask, block = case
     for schedule in hostile_schedules("lists", 1):
-        assert_lists_of(*made_by_kernels(mask, shape, block, Simulator(schedule)), mask)
+        assert_lists_of(*lists_by_kernels(mask, shape, block, Simulator(schedule)), mask)
 
 
 def test_calls_list_no_mask_of_several_arrays_or_of_many_axes():

@@ -112,8 +112,8 @@ def check_values(library: Any) -> None:
                 else:
                     computed.append(arguments[each.op] if each.op in arguments else OPERATIONS[each.op](*args))
             expected = score(products[head] * scale, 0, head, i, j)
-            found_here = computed[program.results[0]] * (scale if is_unscaled else 1)
-            assert_within(name, found_here, np.broadcast_to(expected, (5, 7)), 2 * errors[head])
+            ours = computed[program.results[0]] * (scale if is_unscaled else 1)
+            assert_within(name, ours, np.broadcast_to(expected, (5, 7)), 2 * errors[head])
 
 
 def test_programs_of_products_have_the_values_of_functions() -> None:

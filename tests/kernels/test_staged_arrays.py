@@ -94,7 +94,7 @@ def check_zeros(library: Any) -> None:
         options = {"executor": "gpu", "device": library.DeviceSpec.gpu("H100"), "kernel": kernel}
         plan = library.plan(q, q, q, bias=array, wrt="bias", mask=mask, **options)._plan
         assert plan.kernels.backward.zeroed == zeroed
-        assert plan.gradients_made["dscore.bias"] == library.ShapeDtype((4, 512, 512), dtype)
+        assert plan.kernel_gradients["dscore.bias"] == library.ShapeDtype((4, 512, 512), dtype)
 
 
 def test_a_gradient_is_zero_before_kernels_where_they_do_not_write_all_of_it() -> None:

@@ -88,14 +88,14 @@ def on_host(lists):
     return {name: device.to_host(array) for name, array in lists.items()}
 
 
-def made_on_both(shape, mask, block):
+def index_on_both(shape, mask, block):
     """Return the index of a mask with arrays on the device, and the index of the same mask on the host."""
     return (BlockIndex.from_mask(each, block=block, **shape._asdict()) for each in (sent(mask, device.to_device), mask))
 
 
 @given(CASES, BLOCKS)
 def test_an_index_and_its_lists_are_the_same_wherever_they_are_made(case, block):
-    index, expected = made_on_both(*case, block)
+    index, expected = index_on_both(*case, block)
     turned, lists = index.transpose(), ListedWork(index=index).lists
     for each in (index, expected):
         assert_flat_arrays(each)
@@ -131,7 +131,7 @@ def test_an_index_on_a_device_is_a_mask(case, block, other):
     shape, mask = case
     again, expected = (
         BlockIndex.from_mask(index.as_mask(), block=other, **shape._asdict())
-        for index in made_on_both(shape, mask, block)
+        for index in index_on_both(shape, mask, block)
     )
     with device.transfers_allowed():
         assert_same_blocks(again._on_host, expected)
@@ -142,7 +142,7 @@ def test_union_and_intersection_stay_on_the_device(case, block, data):
     shape, mask = case
     other = changed(data.draw(strategies.masks(shape)), in_order)
     assume(with_arrays((shape, other)))
-    (ours, first), (theirs, second) = (made_on_both(shape, each, block) for each in (mask, other))
+    (ours, first), (theirs, second) = (index_on_both(shape, each, block) for each in (mask, other))
     got = ours & theirs, ours | theirs
     with device.transfers_allowed():
         assert_same_blocks(got[0]._on_host, first & second)
@@ -166,7 +166,7 @@ def test_work_on_a_device_tells_the_mask_by_rows_and_by_columns(case, tile):
 @pytest.mark.parametrize("at_once", [1, 5000, 1 << 24])
 def test_sweeps_of_any_size_say_the_same(monkeypatch, case, at_once):
     monkeypatch.setattr(evaluation, "_MAX_ELEMENTS_AT_ONCE", at_once)
-    index, expected = made_on_both(*case, (32, 20))
+    index, expected = index_on_both(*case, (32, 20))
     with device.transfers_allowed():
         assert_same_blocks(index._on_host, expected)
 

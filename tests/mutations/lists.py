@@ -96,7 +96,7 @@ def check_lists(mask: cuflash.masks.Mask, frame: cuflash.masks.MaskShape, block:
 
 def indices_are_those_of_their_blocks(library: ModuleType) -> None:
     """Check that kernels create the same index as the host, for the layout and the mask of the call."""
-    made_by = part(library, "executors.index_maker")
+    index_maker = part(library, "executors.index_maker")
     source_of = part(library, "planning.list_kernels").ListSource.of
     frame, block = library.masks.MaskShape((2,), 3, 50, 75), (16, 20)
     blocks = np.random.default_rng(0).random((2, 3, 4, 4)) < 0.5
@@ -105,13 +105,13 @@ def indices_are_those_of_their_blocks(library: ModuleType) -> None:
         on_host = library.masks.BlockPattern(blocks, block) & mask
         expected = library.BlockIndex.from_mask(on_host, block=block, **frame._asdict())
         source, array = source_of(pattern.resolve(frame), frame, block)
-        index = made_by.IndexMaker(source, Simulator())([array._host.ctypes.data], None)
+        index = index_maker.IndexMaker(source, Simulator())([array._host.ctypes.data], None)
         for name in ("indptr", "indices", "kinds", "tiles", "bits", "lo", "hi"):
             got, count = getattr(index, name), expected.num_entries
             got = got[:count] if name in ("indices", "kinds", "tiles") else got
             np.testing.assert_array_equal(got, getattr(expected, name))
         assert (index.shape, index.block) == (expected.shape, expected.block)
-    key, band = made_by.index_key, library.masks.Band(-30, 9)
+    key, band = index_maker.index_key, library.masks.Band(-30, 9)
     others = [
         (0, blocks, band, frame, block), (1, blocks, band, frame, block), (0, blocks[:1], band, frame, block),
         (0, np.asfortranarray(blocks), band, frame, block), (0, blocks, library.masks.Band(), frame, block),

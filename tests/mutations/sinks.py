@@ -151,7 +151,7 @@ FAULTS = {
             "executors/without_keys.py", "_write_gradients", '["dsink"][...] = terms.sum(axis=-1)', '["dsink"][...] = 0'
         ),
         "gradients over broadcast axes are not summed": Edit(
-            "planning/plan.py", "KernelPlan.gradients_made", "= self.kernels is None or self.", "= self."
+            "planning/plan.py", "KernelPlan.kernel_gradients", "= self.kernels is None or self.", "= self."
         ),
         "rows without keys give NaN": Edit(
             "executors/cpu.py", "HostCall.sink_gradient", "if np.isnan(delta).any():", "if False:"

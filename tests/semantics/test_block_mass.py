@@ -31,8 +31,8 @@ def summed(p: Any, block: tuple[int, int]) -> Any:
 
 def masses(run: Run, q: Any, k: Any, *, mask: Any = None, lse: Any = None, **options: Any) -> Any:
     lse = None if lse is None else run.put(lse)
-    made_mask = run.put_mask(mask, q, k, k)
-    options |= {"mask": made_mask, "lse": lse, "executor": run.executor}
+    own_mask = run.put_mask(mask, q, k, k)
+    options |= {"mask": own_mask, "lse": lse, "executor": run.executor}
     return run.get(cuflash.study.block_mass(run.put(q), run.put(k), **options))
 
 

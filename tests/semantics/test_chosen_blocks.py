@@ -573,7 +573,7 @@ def test_three_branches_with_gates_are_trained() -> None:
 
 Q, K = np.ones((8, 6, 4), np.float32), np.ones((2, 10, 4), np.float32)
 LISTS = np.zeros((2, 6, 3), np.int64)
-MADE_WRONGLY = {
+REFUSED_LISTS = {
     "floats": (
         lambda: ChosenBlocks(LISTS.astype(np.float32), 2), UnsupportedProblem,
         "blocks must be an int32 or int64 array (..., heads, seqlen_q, n); got an array of shape (2, 6, 3) and dtype f",
@@ -657,9 +657,9 @@ CALLED_WRONGLY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MADE_WRONGLY)
+@pytest.mark.parametrize("name", REFUSED_LISTS)
 def test_what_is_wrong_by_itself_is_refused_when_it_is_made(name: str) -> None:
-    make, kind, message = MADE_WRONGLY[name]
+    make, kind, message = REFUSED_LISTS[name]
     with pytest.raises(kind) as refused:
         make()
     assert message in str(refused.value) and str(refused.value).count("\n") == 0

@@ -217,7 +217,7 @@ extern "C" __global__ void bugs(const char* name, int* x, int zero) {
     while (atomicAdd(x, 0) == 0) {}  // endless atomics
 }
 """
-FOUND = {
+REPORTS = {
     "barrier in a branch": r"deadlock.*\n  warp 0 lanes 0-15: waits in __syncthreads at bugs.cu:{line}\n"
     r"  warp 0 lanes 16-31: exited\n",
     "barriers in two branches": r"bugs.cu:{line}: the warp diverged: this lane reaches barrier 0 here, lanes 0000ffff",
@@ -250,7 +250,7 @@ FOUND = {
     "endless atomics": r"the launch passed its time limit of 0.2 s",
 }
 if platform.machine() == "x86_64":  # other architectures divide by zero and continue
-    FOUND["division by zero"] = r"integer division by zero(.*\n)*  interrupted at bugs.cu:{line}\n"
+    REPORTS["division by zero"] = r"integer division by zero(.*\n)*  interrupted at bugs.cu:{line}\n"
 
 
 def run_bug(name: str, schedule: sim.Schedule = sim.Schedule(), block: int = 64) -> None:
@@ -268,10 +268,10 @@ def test_a_loop_without_operations_is_stopped_where_it_runs() -> None:
         sim_probes.run_pipeline(kernel, sim.Schedule(), sim_probes.ENDLESS, time_limit=0.2)
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", REPORTS)
 def test_a_broken_rule_is_reported_at_its_line(name: str) -> None:
     line = 0 if name == "deep recursion" else line_of(BUGS, f"// {name}")
-    with pytest.raises(sim.SimulationError, match=FOUND[name].replace("{line}", str(line))) as caught:
+    with pytest.raises(sim.SimulationError, match=REPORTS[name].replace("{line}", str(line))) as caught:
         run_bug(name)
     assert "block (0, 0, 0)" in str(caught.value) and "under Schedule(seed=0, " in str(caught.value)
     assert keeps_subnormals()
@@ -303,13 +303,13 @@ UNDEFINED = """extern "C" __global__ void undefined(int which, int* x) {
     x[0] = x[1] * 2147483647 / 2 - 7;
 }
 """
-UNDEFINED_FOUND = ("overflow in an addition", "not aligned for its type", "index outside", "a shift by")
+UNDEFINED_REPORTS = ("overflow in an addition", "not aligned for its type", "index outside", "a shift by")
 
 
-@pytest.mark.parametrize("which", range(4), ids=UNDEFINED_FOUND)
+@pytest.mark.parametrize("which", range(4), ids=UNDEFINED_REPORTS)
 def test_undefined_behaviour_is_an_exception(which: int) -> None:
     kernel = build(UNDEFINED, "undefined", "undefined")
-    match = f"undefined.cu:{line_of(UNDEFINED, f'// {which}')}: undefined behaviour: .*{UNDEFINED_FOUND[which]}"
+    match = f"undefined.cu:{line_of(UNDEFINED, f'// {which}')}: undefined behaviour: .*{UNDEFINED_REPORTS[which]}"
     with pytest.raises(sim.SimulationError, match=match):
         kernel(1, 1, (np.int32(which), np.ones(8, np.int32)))
     kernel(1, 1, (np.int32(4), np.ones(8, np.int32)))

@@ -240,7 +240,7 @@ extern "C" __global__ void bugs(const char* name, float* x, const __grid_constan
   }
 }
 """
-FOUND = {
+REPORTS = {
     "barrier of none": "{line}: mbarrier_init: the count of arrivals is from 1 to 1048575; got 0",
     "barrier made twice": "{line}: mbarrier_init: there is a barrier at shared offset 8192 already, made at bugs.cu:",
     "barrier not aligned": "{line}: mbarrier_init: shared address must be a multiple of 8; got offset 8196",
@@ -293,9 +293,9 @@ def run_bug(name: str, block: int = 128, copies: str = "late") -> None:
     build(BUGS, "bugs")(1, block, params, 8208, schedule, time_limit=time_limit)
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", REPORTS)
 def test_a_broken_rule_is_reported_at_its_line(name: str) -> None:
-    message = FOUND[name].replace("{line}", f"bugs.cu:{line_of(BUGS, f'// {name}')}")
+    message = REPORTS[name].replace("{line}", f"bugs.cu:{line_of(BUGS, f'// {name}')}")
     with pytest.raises(sim.SimulationError, match=message):
         run_bug(name)
     run_bug("")  # the error does not disturb the next launch

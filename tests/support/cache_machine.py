@@ -46,12 +46,12 @@ class CheckedCache:
             self.cache = self._over(kind == "over strided pages")
         else:
             pages = {"page_size": PAGE, "num_pages": NUM_PAGES}
-            self.cache = self._made(BATCH, pages if kind.endswith("pages") else {})
+            self.cache = self._new_cache(BATCH, pages if kind.endswith("pages") else {})
             for array in (self.cache.k, self.cache.v, self.cache.k_scale, self.cache.v_scale):
                 if array is not None:
                     array[...] = 0x7F if array.dtype == np.uint8 else np.nan
 
-    def _made(self, batch: int, pages: dict[str, int], capacity: int = CAPACITY) -> Any:
+    def _new_cache(self, batch: int, pages: dict[str, int], capacity: int = CAPACITY) -> Any:
         pages = pages | ({"part_keys": 64} if self.kind == "in parts" else {})
         return self.library.KVCache(
             batch=batch, num_kv_heads=HEADS, head_dim=self.dim, value_dim=self.value_dim, capacity=capacity,
@@ -186,7 +186,7 @@ class CheckedCache:
 
     def _alone(self, q: Any, b: int, counts: list[int], causal: bool, window: Any, sink: Any) -> Any:
         """Compute the attention of one sequence with a separate cache that is not paged."""
-        alone = self._made(1, {}, self.cache.capacity)
+        alone = self._new_cache(1, {}, self.cache.capacity)
         alone.append(*(self.xp.asarray(rows[b][None]) for rows in (self.keys, self.values)))
         q, sink = self.xp.asarray(q[None]), None if sink is None else self.xp.asarray(sink)
         o, lse = alone.attention(q, counts=counts, causal=causal, window=window, sink=sink, return_lse=True)
