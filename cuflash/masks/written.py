@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import is_array, is_sparse
 from .coordinates import LeadingArray
 
-_MOST_LISTED = 8  # larger arrays are shown by shape and dtype
+_MOST_LISTED = 8  # larger arrays are shown by shape and dtype, and so are those without elements
 
 
 def written(mask: Any) -> str:
@@ -33,7 +33,7 @@ def _is_default(value: Any, default: Any) -> bool:
 def _value(value: Any) -> str:
     if isinstance(value, LeadingArray):
         return _value(value.array)
-    if isinstance(value, np.ndarray) and value.size <= _MOST_LISTED:
+    if isinstance(value, np.ndarray) and 0 < value.size <= _MOST_LISTED:
         return " ".join(repr(value).split())
     if is_array(value):
         return f"<{value.dtype} array of shape {tuple(value.shape)}>"

@@ -1120,6 +1120,9 @@ TEXTS = {
         library.masks.Sequences([0, 2, 9], causal="top_left")
     ),
     "Documents(<int64 array of shape (9,)>)": lambda library: library.masks.Documents(LONG),
+    "ChosenBlocks(<int64 array of shape (1, 9, 0)>, 1)": lambda library: (
+        library.masks.ChosenBlocks(np.empty((1, 9, 0), np.int64), 1)
+    ),
     "Dense(<bool array of shape (9, 9)>) & Causal()": lambda library: (
         library.masks.Dense(LONG == LONG[:, None]) & library.masks.Causal()
     ),
