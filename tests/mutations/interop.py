@@ -273,7 +273,7 @@ FAULTS = {
     },
     interop_guards.new_contents_of_jax_compile_nothing: {
         "lists are parts of functions": Edit(
-            "jax/_entry.py", "called", "call.own if call.holds_contents else jax.jit(run)", "jax.jit(run)"
+            "jax/_entry.py", "called", "if call.holds_contents:", "if False:"
         ),
         "the positions of lists are those of their lengths": Edit(
             "executors/xla_gpu.py", "packed", "3 * max(_ALIGNMENT, 1 << ((array.nbytes - 1) // 3).bit_length())",
@@ -292,7 +292,7 @@ FAULTS = {
     },
     interop_guards.contents_of_jax_on_the_host_are_right: {
         "gradients are those of an edited mask": Edit(
-            "jax/_entry.py", "called", "looked_up, False, run)", "looked_up, True, run)"
+            "jax/_entry.py", "_with_contents", "looked_up, False, own)", "looked_up, True, own)"
         ),
         "edits are not seen": Edit(
             "planning/lookup.py", "Lookup.find", "call if snapshot.is_current() else None", "call"
@@ -335,7 +335,7 @@ FAULTS = {
     },
     interop_guards.equal_calls_of_jax_are_traced_once: {
         "calls are traced again": Edit("jax/_call.py", "from_cache", "if key is not None:", "if False:"),
-        "gradients are traced again": Edit("jax/_entry.py", "called", "else jax.jit(run)", "else run"),
+        "gradients are traced again": Edit("jax/_entry.py", "called", "run = jax.jit(run)", "pass"),
         "an array that is a mask is a constant": Edit(
             "jax/_call.py", "separated", "isinstance(mask, jax.Array)", "False"
         ),
