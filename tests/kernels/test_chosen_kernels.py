@@ -416,6 +416,19 @@ def test_rows_that_fill_no_tile_and_broadcast_keys_are_served(kernel: str, group
     check_far_columns(cuflash, kernel, group)
 
 
+def check_many_members(library: Any) -> None:
+    """Check that lists are joined only if kernels can add the numbers of two (query, block) pairs in int32."""
+    tiling_of = part(library, "planning.chosen_lists").UnionTiling
+    for num_chosen, is_served in ((255, True), (256, False)):
+        shape = library.masks.MaskShape((), 1, 1 << 22, 1 << 22)
+        tiling = tiling_of(shape=shape, batch=1, num_lists=1, num_chosen=num_chosen, block=64, group_size=1)
+        assert tiling.can_be_numbered == is_served
+
+
+def test_lists_whose_pairs_kernels_cannot_number_are_not_joined() -> None:
+    check_many_members(cuflash)
+
+
 def popular_example(block: int = 64) -> Example:
     """Return an example whose block 0 all queries chose, and its last block none."""
     example = groups_example(8, block)

@@ -15,7 +15,7 @@ from library_parts import part
 from mutations.planting import Edit
 from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_results, check_scores
 from test_page_bounds import check_bounds, check_kernel
-from test_page_choice import CASES, check_cache, check_kernels, check_tokens
+from test_page_choice import CASES, check_cache, check_far_pages, check_kernels, check_tokens
 
 # Exceptions with which a guard reports a fault.
 SIGNS = (
@@ -33,6 +33,10 @@ def bounds_are_right() -> None:
     """Assert lists of single heads and of groups, of several tokens, and of rows longer than registers."""
     names = "a list of each group", "several tokens", "longer rows than registers", "a negative scale"
     _check_each(check_kernels, CASES, *names)
+
+
+def far_pages_have_bounds() -> None:
+    check_far_pages()
 
 
 def lists_are_right() -> None:
@@ -148,6 +152,14 @@ FAULTS = {
             BOUND, "lists_page_scores", "+ sequence * params.q.batch_strides[2]", ""
         ),
         "rows of q have no gaps": Edit(BOUND, "lists_page_scores", "column * params.q.column_stride", "column"),
+    },
+    far_pages_have_bounds: {
+        "warps have numbers of int32": Edit(
+            BOUND, "lists_page_scores",
+            "block % blocks * Config::kNumWarps + ptx::thread_index() / 32, matrix = block / blocks;",
+            "(block * Config::kNumWarps + ptx::thread_index() / 32) % params.max_pages, "
+            "matrix = block * Config::kNumWarps / params.max_pages;",
+        ),
     },
     lists_are_right: {
         "sequences have as many pages as the longest": Edit(

@@ -21,6 +21,7 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from test_device_masks import sent
 from test_index_maker import OF_MASKS, check_masks
+from test_list_kernels import check_large_grids
 
 import cuflash
 
@@ -194,6 +195,10 @@ def edits_of_masks_are_seen(library: ModuleType) -> None:
     assert_within_bounds(Example(q=Q[:, :20], k=Q[:, :20], v=Q[:, :20], mask=np.ones((20, 20), bool)), o=o)
 
 
+def grids_are_numbered(library: ModuleType) -> None:
+    check_large_grids(library)
+
+
 CONTENTS, INDEX = "masks/one_array.py", "executors/index_maker.py"
 SNAPSHOT = "masks/_snapshot.py"
 FAULTS = {
@@ -271,6 +276,14 @@ FAULTS = {
         ),
         "no index is remembered": Edit(
             "blocks/index.py", "BlockIndex.from_mask", "if index is not None:", "if False:"
+        ),
+    },
+    grids_are_numbered: {
+        "threads are not counted": Edit(
+            "planning/list_kernels.py", "ListSource.can_be_numbered", "max(prod(self.grid), threads)", "prod(self.grid)"
+        ),
+        "blocks need not be added to threads": Edit(
+            "planning/list_kernels.py", "ListSource.can_be_numbered", "<= MOST_THREADS", "<= 2 * MOST_THREADS"
         ),
     },
     lists_are_those_of_the_host: {
