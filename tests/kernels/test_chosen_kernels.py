@@ -36,6 +36,7 @@ from test_list_kernels import passes
 
 import cuflash
 
+INTEGERS = "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
 SIM80, SIM90 = (replace(SIM, kernel=kernel) for kernel in ("sm80", "sm90"))
 KERNELS = ("sm80", "sm90")
@@ -168,20 +169,41 @@ def require_unions(case: Any, work: Any, views: Any) -> None:
     assert unions_by_kernels(work.source, views) == unions_as_arrays(work.tiling, members)
 
 
+def check_unions_on(executor: str, case: Any) -> None:
+    if executor == "sim":
+        return check_unions(cuflash, case)
+    import cupy
+
+    work, _, arrays = source_of(cuflash, case, to_device)
+    buffer = ListMaker(work.source, gpu.Gpu())([array.data.ptr for array in arrays], cupy.cuda.get_current_stream())
+    require_unions(case, work, {name: cupy.asnumpy(each) for name, each in work.source.views(buffer).items()})
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_kernel_joins_lists_as_numpy_does(executor: str) -> None:
     @settings(max_examples=min(60, settings.default.max_examples))
     @given(cases())
     def check(case: Any) -> None:
-        if executor == "sim":
-            return check_unions(cuflash, case)
-        import cupy
-
-        work, _, arrays = source_of(cuflash, case, to_device)
-        buffer = ListMaker(work.source, gpu.Gpu())([array.data.ptr for array in arrays], cupy.cuda.get_current_stream())
-        require_unions(case, work, {name: cupy.asnumpy(each) for name, each in work.source.views(buffer).items()})
+        check_unions_on(executor, case)
 
     check()
+
+
+def check_signs(executor: str, dtype: str) -> None:
+    """Check that counts below 0 are 0, and those past the end all entries; numbers outside the blocks are none."""
+    of_counts = np.iinfo(dtype)
+    counts = np.array([0, 1, 2, 4, 5, of_counts.min, of_counts.max], dtype)
+    for of_blocks in (np.int32, np.int64):
+        far = np.iinfo(of_blocks)
+        blocks = np.array([[1, far.min, far.max, 2], [far.max // 2 + 2, -2, 0, 3]] * 4, of_blocks)[:7]
+        lists = ChosenBlocks(blocks, 16, counts=counts)
+        check_unions_on(executor, (MaskShape((), 2, 7, 60), lists, None, 1))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_lists_and_counts_of_every_dtype_keep_their_sign(executor: str, dtype: str) -> None:
+    check_signs(executor, dtype)
 
 
 @st.composite

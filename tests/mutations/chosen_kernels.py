@@ -13,8 +13,8 @@ from cuflash.masks import ChosenBlocks, MaskShape
 from library_parts import part
 from mutations.planting import Edit
 from test_chosen_kernels import (
-    SIM80, SIM90, case_of_many_blocks, check_bits_of_large_groups, check_columns, check_far_columns, check_group,
-    check_many_members, check_parts, check_scores, check_unions, check_unions_of_index,
+    INTEGERS, SIM80, SIM90, case_of_many_blocks, check_bits_of_large_groups, check_columns, check_far_columns,
+    check_group, check_many_members, check_parts, check_scores, check_signs, check_unions, check_unions_of_index,
 )  # fmt: skip
 
 import cuflash
@@ -70,6 +70,11 @@ def lists_of_an_index_are_joined(library: ModuleType = cuflash) -> None:
 
 def indices_are_read(library: ModuleType) -> None:
     lists_of_an_index_are_joined(library)
+
+
+def counts_keep_their_sign() -> None:
+    for dtype in INTEGERS:
+        check_signs("sim", dtype)
 
 
 def queries_are_listed() -> None:
@@ -421,6 +426,10 @@ FAULTS = {
             PLAN, "UnionTiling.values", "self.num_lists if self.batch > 1 else 0", "0"
         ),
         "one list is that of each head": Edit(PLAN, "UnionTiling.values", "int(self.num_lists > 1)", "0"),
+    },
+    counts_keep_their_sign: {
+        "counts have a sign": Edit("lists/chosen.cuh", "ChosenList", "params.is_counts_signed != 0", "true"),
+        "counts have no sign": Edit("lists/chosen.cuh", "ChosenList", "params.is_counts_signed != 0", "false"),
     },
     pairs_are_numbered: {
         "two pairs need not be added": Edit(
