@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from ..arrays import Array, describe, is_array, is_cupy, is_int, is_integer_dtype, of_list, whole_number
 from ..errors import UnsupportedProblem, collecting, refuse
-from ..layouts import is_differentiated, is_foreign, is_on_cuda, taken, taken_on_cuda
+from ..layouts import is_differentiated, is_foreign, is_on_cuda, layout_reasons, taken, taken_on_cuda
 from .base import Mask
 from .content import held_arrays
 from .shape import MAX_SEQLEN
@@ -22,17 +22,19 @@ def take_arrays(mask: Mask, names: dict[str, str], dtype: DTypeLike = np.int64) 
     """Convert arrays of other libraries in some fields of a new mask, on their device and without a copy.
 
     `names` maps fields to their names in messages. Device arrays of a library with an array namespace stay as they are;
-    calls read them. Lists become NumPy arrays; `dtype` is that of an empty list.
+    calls read them. Lists become NumPy arrays; `dtype` is that of an empty list. Layouts that kernels cannot read are
+    refused.
     """
     reasons: list[str] = []
     for field, name in names.items():
         value = getattr(mask, field)
-        if value is None or is_cupy(value):
-            continue
-        with collecting(reasons):
-            array = taken_array(name, value, dtype)
-            if array is not value:
-                object.__setattr__(mask, field, array)
+        if is_cupy(value):
+            reasons += layout_reasons(name, value)
+        elif value is not None:
+            with collecting(reasons):
+                array = taken_array(name, value, dtype)
+                if array is not value:
+                    object.__setattr__(mask, field, array)
     refuse(reasons)
 
 

@@ -183,9 +183,9 @@ class UnionTiling:
 
     @property
     def can_be_numbered(self) -> bool:
-        """True if the numbers of entries and of (query, block) pairs fit in int32, the type of counts in kernels."""
+        """True if kernels can add two numbers of entries or of (query, block) pairs, and the queries of a part."""
         most = max(self.num_tiles * self.max_entries, self.max_members, self.num_chunks * self.num_blocks)
-        return self.num_list_heads * most <= np.iinfo(np.int32).max
+        return 2 * self.num_list_heads * most + self.queries_per_part <= np.iinfo(np.int32).max
 
     @property
     def values(self) -> dict[str, int]:

@@ -30,7 +30,7 @@ AT_CALL = "lists"  # the name of the array of all results that kernels compute a
 _ALIGNMENT = 256  # alignment in bytes of each result in the array that holds all of them
 _SIDES = ("q", "kv")
 _KINDS = ("sequences", "lengths", "documents")  # in the order of `IntervalKind` in kernels_cu/lists/interval_params.cuh
-_MOST_THREADS = 1 << 30  # maximum number of threads, since kernels number them in int32
+MOST_THREADS = 1 << 30  # maximum number of threads, since kernels number them in int32
 _OF_ORDERS_ALONE = ("row_lengths", "column_lengths", "tile_lengths")  # results that attention kernels do not read
 # This record mirrors `kernels_cu/lists/interval_params.cuh`.
 INTERVAL_PARAMS = structure(
@@ -161,7 +161,7 @@ class IntervalSource(SourceOfResults):
             is_bottom_right=form.is_bottom_right, rows=rows, shape=shape, block=block, batch=over[0],
             num_heads=over[1],
         )  # fmt: skip
-        return source if source.num_threads <= _MOST_THREADS else None
+        return source if source.num_threads <= MOST_THREADS else None
 
     @property
     def array_names(self) -> tuple[str, ...]:

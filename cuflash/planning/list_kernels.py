@@ -26,7 +26,8 @@ from ._params import LISTS
 from .chosen_lists import UnionsAtCall
 from .interval_kernels import AT_CALL as AT_CALL
 from .interval_kernels import (
-    IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch, moving_strides, rows_of,
+    MOST_THREADS, IntervalsAtCall, IntervalSource, SourceOfResults, are_served, kept_and_closed, list_launch,
+    moving_strides, rows_of,
 )  # fmt: skip
 from .launches import BATCH, BATCH_STRIDES, POINTER, Feature, Pass, Value, Workspace, over_batch, structure
 from .spec import SIMT, Entry, int_per_thread, untiled
@@ -150,8 +151,9 @@ class ListSource(SourceOfResults):
 
     @property
     def can_be_numbered(self) -> bool:
-        """True if the number of blocks of the grid fits in int32, the type of block numbers in kernels."""
-        return prod(self.grid) <= np.iinfo(np.int32).max
+        """True if kernels can add the numbers of a block of the grid and of a thread of a launch, in int32."""
+        threads = self._grids()["entries"] * LIST_SPECS["entries"].num_threads
+        return max(prod(self.grid), threads) <= MOST_THREADS
 
     @property
     def grid(self) -> tuple[int, int, int]:

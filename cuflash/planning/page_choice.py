@@ -69,11 +69,11 @@ def page_choosing(
     }  # fmt: skip
     names = {"q.data": "q", "choice.kept": AT_CALL}
     arrays = ("q", *_OF_CACHE, "scores", AT_CALL)
-    num_bounds, name = batch * kv_heads * layout.max_pages, "page_choice"
+    name = "page_choice"
     launches = {
         "page_scores": Launch(
-            spec=of_scores, tiles=-(-num_bounds // of_scores.num_warps), reads=("q", *_OF_CACHE), writes=("scores",),
-            features=(name,),
+            spec=of_scores, tiles=batch * kv_heads * -(-layout.max_pages // of_scores.num_warps),
+            reads=("q", *_OF_CACHE), writes=("scores",), features=(name,),
         ),
         name: Launch(
             spec=of_choice, tiles=batch * num_lists * num_queries, reads=("lengths", "scores"), writes=(AT_CALL,),

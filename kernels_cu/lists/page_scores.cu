@@ -13,10 +13,11 @@ lists_page_scores(const __grid_constant__ cuflash::lists::PageChoice params) {
   using Accumulator = Config::Accumulator;
   using Element = Config::Element;
   constexpr int kWidth = 4;  // columns of a lane whose bounds stay in registers
-  const int number = blockIdx.x * Config::kNumWarps + ptx::thread_index() / 32;
-  const int place = number % params.max_pages, matrix = number / params.max_pages;
+  // A thread block has pages of one head, since int32 does not hold the numbers of all warps.
+  const int block = blockIdx.x, blocks = (params.max_pages + Config::kNumWarps - 1) / Config::kNumWarps;
+  const int place = block % blocks * Config::kNumWarps + ptx::thread_index() / 32, matrix = block / blocks;
   const int kv_head = matrix % params.num_kv_heads, sequence = matrix / params.num_kv_heads;
-  if (sequence >= params.batch || place >= params.num_pages_of(sequence)) return;
+  if (place >= params.num_pages_of(sequence)) return;
   const int page = params.table[static_cast<int64_t>(sequence) * params.max_pages + place];
   const bool has_page = page >= 0 && page < params.num_pages;
   const Element* const least = static_cast<const Element*>(params.key_bounds) +

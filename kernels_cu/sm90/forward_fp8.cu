@@ -288,7 +288,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
           p = s;
           if (max_has_risen) rescale(o, values, factor);
         }
-        if (ended_scale >= 0) add_scaled(o, values, ended_scale);
+        if (!(ended_scale < 0)) add_scaled(o, values, ended_scale);  // also if the scale is NaN
         ++num_k_blocks;
         if (flags & StepMessage::kLastForWarpgroup) {
           const bool is_last_of_tile = flags & StepMessage::kLastOfTile, adds = ended_scale < 0;

@@ -36,6 +36,7 @@ from test_list_kernels import passes
 
 import cuflash
 
+INTEGERS = "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
 SIM80, SIM90 = (replace(SIM, kernel=kernel) for kernel in ("sm80", "sm90"))
 KERNELS = ("sm80", "sm90")
@@ -168,20 +169,41 @@ def require_unions(case: Any, work: Any, views: Any) -> None:
     assert unions_by_kernels(work.source, views) == unions_as_arrays(work.tiling, members)
 
 
+def check_unions_on(executor: str, case: Any) -> None:
+    if executor == "sim":
+        return check_unions(cuflash, case)
+    import cupy
+
+    work, _, arrays = source_of(cuflash, case, to_device)
+    buffer = ListMaker(work.source, gpu.Gpu())([array.data.ptr for array in arrays], cupy.cuda.get_current_stream())
+    require_unions(case, work, {name: cupy.asnumpy(each) for name, each in work.source.views(buffer).items()})
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_kernel_joins_lists_as_numpy_does(executor: str) -> None:
     @settings(max_examples=min(60, settings.default.max_examples))
     @given(cases())
     def check(case: Any) -> None:
-        if executor == "sim":
-            return check_unions(cuflash, case)
-        import cupy
-
-        work, _, arrays = source_of(cuflash, case, to_device)
-        buffer = ListMaker(work.source, gpu.Gpu())([array.data.ptr for array in arrays], cupy.cuda.get_current_stream())
-        require_unions(case, work, {name: cupy.asnumpy(each) for name, each in work.source.views(buffer).items()})
+        check_unions_on(executor, case)
 
     check()
+
+
+def check_signs(executor: str, dtype: str) -> None:
+    """Check that counts below 0 are 0, and those past the end all entries; numbers outside the blocks are none."""
+    of_counts = np.iinfo(dtype)
+    counts = np.array([0, 1, 2, 4, 5, of_counts.min, of_counts.max], dtype)
+    for of_blocks in (np.int32, np.int64):
+        far = np.iinfo(of_blocks)
+        blocks = np.array([[1, far.min, far.max, 2], [far.max // 2 + 2, -2, 0, 3]] * 4, of_blocks)[:7]
+        lists = ChosenBlocks(blocks, 16, counts=counts)
+        check_unions_on(executor, (MaskShape((), 2, 7, 60), lists, None, 1))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_lists_and_counts_of_every_dtype_keep_their_sign(executor: str, dtype: str) -> None:
+    check_signs(executor, dtype)
 
 
 @st.composite
@@ -414,6 +436,19 @@ def check_far_columns(library: Any, kernel: str = "sm80", group: int = 2) -> Non
 @pytest.mark.parametrize("kernel, group", [("sm80", 2), ("sm90", 2), ("sm90", 9)])
 def test_rows_that_fill_no_tile_and_broadcast_keys_are_served(kernel: str, group: int) -> None:
     check_far_columns(cuflash, kernel, group)
+
+
+def check_many_members(library: Any) -> None:
+    """Check that lists are joined only if kernels can add the numbers of two (query, block) pairs in int32."""
+    tiling_of = part(library, "planning.chosen_lists").UnionTiling
+    for num_chosen, is_served in ((255, True), (256, False)):
+        shape = library.masks.MaskShape((), 1, 1 << 22, 1 << 22)
+        tiling = tiling_of(shape=shape, batch=1, num_lists=1, num_chosen=num_chosen, block=64, group_size=1)
+        assert tiling.can_be_numbered == is_served
+
+
+def test_lists_whose_pairs_kernels_cannot_number_are_not_joined() -> None:
+    check_many_members(cuflash)
 
 
 def popular_example(block: int = 64) -> Example:

@@ -19,6 +19,7 @@ from cuflash.scores import Score
 from cuflash.testing import Example, assert_within_bounds
 from executors import RUNS, SIM, Run, blocks_together, hostile_schedules, needs_compiler, on_sim_and_gpu
 from scored_caches import arrays_of, mixed, of_one
+from test_chosen_kernels import INTEGERS
 
 from cuflash import KVCache, UnsupportedProblem, masks
 
@@ -142,6 +143,25 @@ def check_results(run: Run, kind: Kind) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_results_are_those_of_the_chosen_blocks_alone(run: Run, name: str) -> None:
     check_results(run, KINDS[name])
+
+
+def check_signs(run: Run, dtype: str) -> None:
+    """Check that counts below 0 are 0, and those past the end all entries; only calls check those on the host."""
+    kind = Kind({"rows": 2}, num_lists=2, pages=OF_64)
+    call, chosen = kind.call(), kind.lists()
+    numbers = [0, 1, 2, 3, 4, np.iinfo(dtype).min, np.iinfo(dtype).max]
+    counts = np.resize(np.array(numbers, dtype), chosen.blocks.shape[:-1])
+    is_used = np.arange(3) < np.resize(np.array(numbers, object), counts.shape)[..., None]
+    expected = attended(run, call, replace(chosen, blocks=np.where(is_used, chosen.blocks, np.int32(-1))), kind.pages)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ChosenBlocks, "require_numbers", lambda *lengths: None)
+        assert same_bits(attended(run, call, replace(chosen, counts=counts), kind.pages), expected)
+
+
+@on_sim_and_gpu
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_counts_of_every_dtype_keep_their_sign(run: Run, dtype: str) -> None:
+    check_signs(run, dtype)
 
 
 @on_sim_and_gpu

@@ -207,6 +207,24 @@ def test_rows_without_keys_and_what_is_not_finite(run: Run) -> None:
     assert not none.any() and np.isneginf(none_lse).all()
 
 
+def require_same_nan(run: Run, place: int, number: float) -> None:
+    """Require that a number in a row of each operand in turn makes the same elements NaN as on the host."""
+    for operand in range(3):
+        x = operands(90, 700, (64, 64), (2, 2), "bfloat16")
+        x[operand][1, min(place, x[operand].shape[1] - 1), 3] = number
+        x8 = [cuflash.quantize(each) for each in x]
+        for result, expected in zip(attention(run, x8), attention(CPU, x8)):
+            np.testing.assert_array_equal(np.isnan(result.astype(np.float32)), np.isnan(expected.astype(np.float32)))
+
+
+@on_sim_and_gpu
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 300, 699])
+def test_nan_and_infinity_reach_results_from_every_block(run: Run, place: int, number: float) -> None:
+    """A block whose scale is not finite may be in the first, an inner, or the last sum of values."""
+    require_same_nan(run, place, number)
+
+
 @on_sim_and_gpu
 def test_a_scale_of_any_size(run: Run) -> None:
     q, k, v = operands(100, 100, (64, 64), (1, 1), "float32")

@@ -292,6 +292,27 @@ def test_offsets_of_a_repeated_call_are_checked_again(cupy):
             cuflash.attention(*arrays, mask=mask)
 
 
+def check_layouts(cupy, library=cuflash):
+    """Check that masks refuse integers on a device that do not start, or follow each other, at their item size."""
+    room, numbers = library.masks, cupy.asarray(np.zeros(99, np.uint8))
+    shifted = numbers[1:41].view(np.int32)
+    odd = cupy.asarray(np.zeros((10, 5), np.uint8))[:, :4].view(np.int32)[:, 0]
+    refused = {
+        "q_ids": room.Documents, "q": lambda array: room.Lengths(q=array), "q_offsets": room.Sequences,
+        "blocks": lambda array: room.ChosenBlocks(array.reshape(5, 2), 16),
+        "counts": lambda array: room.ChosenBlocks(cupy.asarray(np.zeros((10, 2), np.int64)), 16, counts=array),
+    }  # fmt: skip
+    for name, make in refused.items():
+        with pytest.raises(library.UnsupportedProblem, match=f"{name} must start at a multiple of its item size, 4"):
+            make(shifted)
+    with pytest.raises(library.UnsupportedProblem, match="q_ids's strides must be multiples of its item size, 4"):
+        room.Documents(odd)
+
+
+def test_arrays_that_kernels_cannot_read_are_refused_by_masks(cupy):
+    check_layouts(cupy)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MASKS)
 def test_new_arrays_wait_for_nothing_and_can_be_captured(name):

@@ -20,6 +20,7 @@ from device_lists import assert_lists_of
 from executors import hostile_schedules, needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from library_parts import part
 from test_device_masks import sent
 
 import cuflash
@@ -150,6 +151,23 @@ def test_calls_list_no_mask_of_several_arrays_or_of_many_axes():
         assert ListSource.of(sent(mask, device.to_device).resolve(shape), shape, (8, 8)) is None
     five = MaskShape((1, 1, 1, 2), 1, 40, 40)
     assert ListSource.of(sent(dense, device.to_device).resolve(five), five, (8, 8)) is None
+
+
+def check_large_grids(library=cuflash):
+    """Check that kernels list no grid of which they cannot add the numbers of a block and of a thread in int32.
+
+    The grids are one of as many blocks as kernels list, one of more blocks, and one with rows for more threads.
+    """
+    source_of = part(library, "planning.list_kernels").ListSource.of
+    pattern = library.masks.BlockPattern(device.to_device(np.ones((1, 1), bool)), (1 << 25, 1 << 20))
+    cases = (1 << 20, (32, 32), True), ((1 << 20) + 1, (32, 32), False), (1 << 25, (1, 1 << 20), False)
+    for seqlen_q, block, is_served in cases:
+        shape = library.masks.MaskShape((), 1, seqlen_q, 1 << 20)
+        assert (source_of(pattern.resolve(shape), shape, block) is not None) == is_served
+
+
+def test_the_host_lists_grids_that_kernels_cannot_number():
+    check_large_grids()
 
 
 # Calls on a test double of CuPy that runs the kernels.

@@ -13,8 +13,8 @@ from cuflash.masks import ChosenBlocks, MaskShape
 from library_parts import part
 from mutations.planting import Edit
 from test_chosen_kernels import (
-    SIM80, SIM90, case_of_many_blocks, check_bits_of_large_groups, check_columns, check_far_columns, check_group,
-    check_parts, check_scores, check_unions, check_unions_of_index,
+    INTEGERS, SIM80, SIM90, case_of_many_blocks, check_bits_of_large_groups, check_columns, check_far_columns,
+    check_group, check_many_members, check_parts, check_scores, check_signs, check_unions, check_unions_of_index,
 )  # fmt: skip
 
 import cuflash
@@ -72,6 +72,11 @@ def indices_are_read(library: ModuleType) -> None:
     lists_of_an_index_are_joined(library)
 
 
+def counts_keep_their_sign() -> None:
+    for dtype in INTEGERS:
+        check_signs("sim", dtype)
+
+
 def queries_are_listed() -> None:
     """Check that kernels list the queries of each block as NumPy does, in any order of threads."""
     long = MaskShape((), 2, 5000, 200)  # spans several chunks
@@ -84,6 +89,10 @@ def queries_are_listed() -> None:
 def many_blocks_come_in_ranges() -> None:
     check_unions(cuflash, case_of_many_blocks())
     check_columns(cuflash, case_of_many_blocks())
+
+
+def pairs_are_numbered(library: ModuleType) -> None:
+    check_many_members(library)
 
 
 def tiles_are_right() -> None:
@@ -417,6 +426,15 @@ FAULTS = {
             PLAN, "UnionTiling.values", "self.num_lists if self.batch > 1 else 0", "0"
         ),
         "one list is that of each head": Edit(PLAN, "UnionTiling.values", "int(self.num_lists > 1)", "0"),
+    },
+    counts_keep_their_sign: {
+        "counts have a sign": Edit("lists/chosen.cuh", "ChosenList", "params.is_counts_signed != 0", "true"),
+        "counts have no sign": Edit("lists/chosen.cuh", "ChosenList", "params.is_counts_signed != 0", "false"),
+    },
+    pairs_are_numbered: {
+        "two pairs need not be added": Edit(
+            PLAN, "UnionTiling.can_be_numbered", "2 * self.num_list_heads", "self.num_list_heads"
+        ),
     },
     indices_are_read: {
         "batch entries share the lists of an index": Edit(

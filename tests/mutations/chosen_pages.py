@@ -13,9 +13,10 @@ from cuflash import sim
 from executors import SIM
 from library_parts import part
 from mutations.planting import Edit
-from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_results, check_scores
+from test_chosen_kernels import INTEGERS
+from test_chosen_pages import KINDS, check_all_chosen, check_eight_bits, check_results, check_scores, check_signs
 from test_page_bounds import check_bounds, check_kernel
-from test_page_choice import CASES, check_cache, check_kernels, check_tokens
+from test_page_choice import CASES, check_cache, check_far_pages, check_kernels, check_tokens
 
 # Exceptions with which a guard reports a fault.
 SIGNS = (
@@ -33,6 +34,10 @@ def bounds_are_right() -> None:
     """Assert lists of single heads and of groups, of several tokens, and of rows longer than registers."""
     names = "a list of each group", "several tokens", "longer rows than registers", "a negative scale"
     _check_each(check_kernels, CASES, *names)
+
+
+def far_pages_have_bounds() -> None:
+    check_far_pages()
 
 
 def lists_are_right() -> None:
@@ -72,6 +77,11 @@ def windows_are_right() -> None:
 
 def all_blocks_are_all_keys() -> None:
     check_all_chosen(SIM)
+
+
+def counts_keep_their_sign() -> None:
+    for dtype in INTEGERS:
+        check_signs(SIM, dtype)
 
 
 def eight_bits_are_right() -> None:
@@ -148,6 +158,18 @@ FAULTS = {
             BOUND, "lists_page_scores", "+ sequence * params.q.batch_strides[2]", ""
         ),
         "rows of q have no gaps": Edit(BOUND, "lists_page_scores", "column * params.q.column_stride", "column"),
+    },
+    counts_keep_their_sign: {
+        "counts have a sign": Edit(LIST, "OwnList", "chosen.is_counts_signed != 0", "true"),
+        "counts have no sign": Edit(LIST, "OwnList", "chosen.is_counts_signed != 0", "false"),
+    },
+    far_pages_have_bounds: {
+        "warps have numbers of int32": Edit(
+            BOUND, "lists_page_scores",
+            "block % blocks * Config::kNumWarps + ptx::thread_index() / 32, matrix = block / blocks;",
+            "(block * Config::kNumWarps + ptx::thread_index() / 32) % params.max_pages, "
+            "matrix = block * Config::kNumWarps / params.max_pages;",
+        ),
     },
     lists_are_right: {
         "sequences have as many pages as the longest": Edit(

@@ -14,8 +14,8 @@ from cuflash.planning.quantizing import transpose_spec, transposing
 from executors import SIM
 from mutations.planting import Edit
 from test_fp8_kernels import (
-    SCHEDULED, attention, beside_ties, on_simulator, operands, require_bits, require_bounds, rising_scores,
-    without_one_block,
+    SCHEDULED, attention, beside_ties, on_simulator, operands, require_bits, require_bounds, require_same_nan,
+    rising_scores, without_one_block,
 )  # fmt: skip
 from test_sm90 import FewBlocks
 
@@ -60,6 +60,11 @@ def fp8_is_scheduled_right() -> None:
                 results = attention(SIM, x8, **SCHEDULED[name])
             np.testing.assert_array_equal(results[0].view(np.uint16), right[0].view(np.uint16))
             np.testing.assert_array_equal(results[1], right[1])
+
+
+def nan_of_early_values_stays() -> None:
+    """Check that a sum of values whose scale is NaN is added to O."""
+    require_same_nan(SIM, 0, np.nan)
 
 
 def rounding_is_right() -> None:
@@ -140,6 +145,11 @@ FAULTS = {
         ),
         "all rows have the first row's scale": Edit(
             FORWARD, "read_row_scales", "scales.q_scale, row, scales.q_rows", "scales.q_scale, 0, scales.q_rows",
+        ),
+    },
+    nan_of_early_values_stays: {
+        "a sum with a scale of NaN is dropped": Edit(
+            FORWARD, "consume_tiles", "if (!(ended_scale < 0)) add_scaled", "if (ended_scale >= 0) add_scaled"
         ),
     },
     fp8_is_scheduled_right: {

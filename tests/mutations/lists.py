@@ -9,6 +9,7 @@ from types import ModuleType
 
 import device_double
 import numpy as np
+import pytest
 import scipy.sparse
 from cuflash import sim
 from cuflash.executors.list_maker import ListMaker
@@ -21,10 +22,12 @@ from mutations.planting import Edit
 from mutations.python_guards import part
 from test_device_masks import sent
 from test_index_maker import OF_MASKS, check_masks
+from test_interval_kernels import check_layouts
+from test_list_kernels import check_large_grids
 
 import cuflash
 
-SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault
+SIGNS = (AssertionError, ValueError, pytest.fail.Exception)  # exceptions with which a guard reports a fault
 Q = np.random.default_rng(0).standard_normal((2, 20, 8))
 
 
@@ -194,6 +197,15 @@ def edits_of_masks_are_seen(library: ModuleType) -> None:
     assert_within_bounds(Example(q=Q[:, :20], k=Q[:, :20], v=Q[:, :20], mask=np.ones((20, 20), bool)), o=o)
 
 
+def layouts_are_checked(library: ModuleType) -> None:
+    with a_machine_for(library) as machine:
+        check_layouts(machine, library)
+
+
+def grids_are_numbered(library: ModuleType) -> None:
+    check_large_grids(library)
+
+
 CONTENTS, INDEX = "masks/one_array.py", "executors/index_maker.py"
 SNAPSHOT = "masks/_snapshot.py"
 FAULTS = {
@@ -271,6 +283,19 @@ FAULTS = {
         ),
         "no index is remembered": Edit(
             "blocks/index.py", "BlockIndex.from_mask", "if index is not None:", "if False:"
+        ),
+    },
+    layouts_are_checked: {
+        "integers on a device start anywhere": Edit(
+            "masks/fields.py", "take_arrays", "reasons += layout_reasons(name, value)", "pass"
+        ),
+    },
+    grids_are_numbered: {
+        "threads are not counted": Edit(
+            "planning/list_kernels.py", "ListSource.can_be_numbered", "max(prod(self.grid), threads)", "prod(self.grid)"
+        ),
+        "blocks need not be added to threads": Edit(
+            "planning/list_kernels.py", "ListSource.can_be_numbered", "<= MOST_THREADS", "<= 2 * MOST_THREADS"
         ),
     },
     lists_are_those_of_the_host: {

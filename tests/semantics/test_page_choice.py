@@ -9,14 +9,15 @@ import cupy_machine
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash import selectors
+from cuflash import selectors, sim
+from cuflash.compiler.source import source
 from cuflash.masks import ChosenBlocks
 from cuflash.planning import page_choice
 from cuflash.planning.decoding import CacheLayout
 from cuflash.planning.list_kernels import AT_CALL
 from cuflash.planning.selection_kernels import ChoiceRule
 from cuflash.selectors import Budget, Forced
-from executors import Run, on_sim_and_gpu
+from executors import Run, needs_compiler, on_sim_and_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,6 +170,43 @@ def check_kernels(run: Run, case: Case, planning: Any = page_choice) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_choose_what_the_host_does(run: Run, name: str) -> None:
     check_kernels(run, CASES[name])
+
+
+def check_far_pages() -> None:
+    """Check the bounds of a sequence whose warps have numbers past 2**31, all others being empty.
+
+    Only a thread block of this sequence runs, and the arrays have only the elements that it may touch.
+    """
+    batch, max_pages, count, dim = 33, 1 << 26, 3, 8
+    spec, _ = page_choice._specs(np.dtype(np.float32))
+    rng = np.random.default_rng(0)
+    q, bounds = rng.standard_normal((dim,)).astype(np.float32), rng.standard_normal((4, 2, dim)).astype(np.float32)
+    table, lengths = np.array([2, 0, 3, 1], np.int32), np.zeros(2 * batch, np.int32)
+    lengths[-1], scores = count, np.full(4, 7, np.float32)
+    first = 4 * (batch - 1) * max_pages  # bytes of the table, and of the scores, before those of the sequence
+    record = np.zeros((), page_choice.PAGE_CHOICE)
+    record["q"]["data"], record["q"]["column_stride"] = q.ctypes.data, 1
+    addresses = {
+        "key_bounds": bounds.ctypes.data, "table": table.ctypes.data - first, "scores": scores.ctypes.data - first,
+        "lengths": lengths[batch:].ctypes.data,
+    }  # fmt: skip
+    numbers = {
+        "scale": 1, "batch": batch, "num_heads": 1, "num_kv_heads": 1, "heads_of_list": 1, "num_queries": 1,
+        "num_columns": dim, "num_pages": 4, "max_pages": max_pages, "page_size": 1, "capacity": max_pages,
+    }  # fmt: skip
+    for name, value in (addresses | numbers).items():
+        record[name] = value
+    block = (batch - 1) * max_pages // spec.num_warps
+    text = source(spec, host=True).replace("blockIdx.x", f"(blockIdx.x + {block}u)")
+    sim.build(text, spec.name, sanitize="undefined")(1, spec.num_threads, (record[()],), 0)
+    products = q * bounds[table[:count]]
+    np.testing.assert_allclose(scores[:count], products.max(axis=1).sum(axis=-1), rtol=1e-5)
+    assert scores[count] == 7
+
+
+@needs_compiler
+def test_pages_have_bounds_where_int32_does_not_number_their_warps() -> None:
+    check_far_pages()
 
 
 def test_bounds_hold_for_all_keys_that_a_shortened_sequence_has_left() -> None:
