@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..arrays import Array, Namespace, describe, flag_reasons
-from ..errors import collecting, refuse
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
 from ..planning.options import ScoreLike
@@ -16,7 +16,7 @@ from ._changes import fork, reserve, reset, rows_of, state_over, truncate
 from ._doors import checked_queries, checked_rows
 from ._state import CacheState
 from .arguments import (
-    PAGE_SIZE, Counts, bound_reasons, dtype_of, page_reasons, part_reasons, shown_numbers, size_reasons,
+    PAGE_SIZE, Counts, bound_reasons, dtype_of, not_served, page_reasons, part_reasons, shown_numbers, size_reasons,
 )  # fmt: skip
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool, growths
@@ -722,10 +722,13 @@ class KVCache:
             step_call, request = checked_queries(state, request, counts, reasons)
         elif mask is not None and state.device is None:
             mask.require_numbers(state.capacity)
+        is_decoded = isinstance(step_call.step, DecodeStep)
+        if not is_decoded and state.counts_on_device(counts):  # even if an earlier call bound the step
+            raise UnsupportedProblem(not_served(request.q, kernel, request.sink))
         news = state.queried(counts, request.q.shape[2])
         news = None if counts is None else news
         o, lse = step_call.step.make_o() if out is None else out, step_call.step.make_lse() if return_lse else None
-        if isinstance(step_call.step, DecodeStep):
+        if is_decoded:
             state.on_device().decode(step_call, request, o, lse, news)
         else:
             step_call.step.attend(state, request, o, lse, news)

@@ -10,11 +10,13 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 from cache_machine import KINDS, walk
+from cupy_machine import a_machine_for
 from cuflash.testing import Example, assert_within_bounds
 from foreign import Foreign
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import part
+from test_device_cache import check_calls_by_sequence
 
 SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)  # exceptions with which a guard reports a fault
 K = np.ones((2, 1, 3, 4), np.float32)
@@ -123,6 +125,12 @@ def layouts_that_are_unknown_share_no_plan(library: ModuleType) -> None:
     with patch.object(step, "_bound", counted):
         cache.attention(np.ones((2, 1, 1, 4), np.float32), executor="sim")
     assert bound == [5, 9]
+
+
+def calls_by_sequence_read_lengths_of_the_host(library: ModuleType) -> None:
+    """Check that calls that read the host's lengths are refused if the device counts, also if bound before."""
+    with a_machine_for(library) as machine:
+        check_calls_by_sequence(library, machine)
 
 
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
@@ -241,6 +249,18 @@ FAULTS = {
             PAGES, "PagePool.shortages", "dropped.get(page, 0) + 1", "0"
         ),
         "a fork copies": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
+    },
+    calls_by_sequence_read_lengths_of_the_host: {
+        "steps that were bound before the device counted are run": Edit(
+            "cache/kv_cache.py", "KVCache.attention", "if not is_decoded and state.counts_on_device(counts):",
+            "if False:",
+        ),
+        "counts of the call itself are not looked at": Edit(
+            STATE, "CacheState.counts_on_device", 'is_on_device(as_arrays({"counts": counts})["counts"])', "False"
+        ),
+        "no call is refused after the first counts": Edit(
+            STATE, "CacheState.counts_on_device", "return self.is_counted_on_device", "return False"
+        ),
     },
     a_device_has_lengths_and_pages: {
         "rows are those that the host has counted": Edit(

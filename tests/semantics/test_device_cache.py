@@ -384,6 +384,36 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
     assert "the cache must be on a GPU" in refused(lambda: KVCache(**SIZES).count_on_device())
 
 
+def check_calls_by_sequence(library: Any, xp: Any) -> None:
+    """Check that calls that no kernel of the cache supports are refused once the device counts, and before it starts.
+
+    These calls read the lengths that the host has counted. An equal call before may have bound their steps.
+    """
+    cache = library.KVCache(**SIZES | {"dtype": np.float32}, xp=xp)
+    rows, q = (xp.asarray(np.ones((3, heads, 1, 64), np.float32)) for heads in (HEADS, 4))
+    counts = xp.asarray(np.ones(3, np.int32))
+
+    def is_refused(**options: Any) -> bool:
+        try:
+            cache.attention(q, **options)
+        except Exception as error:
+            of_cache = "q must be supported by the cache's kernels if the cache is counted on the device"
+            return isinstance(error, library.UnsupportedProblem) and of_cache in str(error)
+        return False
+
+    cache.append(rows, rows)
+    assert is_refused(counts=counts)
+    before = cache.attention(q).get()
+    assert is_refused(counts=counts) and np.array_equal(cache.attention(q).get(), before)
+    cache.count_on_device()
+    cache.append(rows, rows)
+    assert is_refused() and is_refused(counts=[1, 1, 1])
+
+
+def test_calls_by_sequence_are_refused_if_the_device_counts(xp: Any) -> None:
+    check_calls_by_sequence(cuflash, xp)
+
+
 def test_rows_of_another_place_are_refused(xp: Any) -> None:
     ones = np.ones((3, HEADS, 1, 64), np.float16)
     places = {"cupy": (xp, xp.asarray(ones), ones, "cupy.asarray"), "numpy": (np, ones, xp.asarray(ones), ".get()")}
