@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
 from ..calls._call import Call
-from ..errors import UnsupportedProblem, collecting, refuse
+from ..errors import collecting, refuse
 from ..executors import checks
 from ..masks import ChosenBlocks, MaskShape
 from ..masks.fields import window_sides

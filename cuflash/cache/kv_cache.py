@@ -496,7 +496,8 @@ class KVCache:
         """Shorten sequences and free the pages beyond their new lengths, including reserved ones.
 
         If rows are counted on the device, sequences shorter than `lengths` stay unchanged, and all sequences keep their
-        pages: the call does not wait for the device, and can be captured into a CUDA graph, like `append`.
+        pages: the call does not wait for the device, and can be captured into a CUDA graph, like `append`. Then no
+        length may end on a page that a sequence shares, since later rows would overwrite it for all; a list is checked.
 
         Parameters
         ----------
@@ -506,7 +507,8 @@ class KVCache:
         Raises
         ------
         UnsupportedProblem
-            A sequence that is counted on the host is already shorter; the error lists all reasons, and changes nothing.
+            A sequence that is counted on the host is already shorter, or one that is counted on the device would end on
+            a shared page; the error lists all reasons, and changes nothing.
 
         Examples
         --------

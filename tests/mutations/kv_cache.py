@@ -169,6 +169,14 @@ def over(library: ModuleType, table: Any, lengths: list[int]) -> Any:
     return library.KVCache.over(*np.ones((2, 3, 1, 16, 4), np.float32), np.array(table), lengths)
 
 
+def cut_on_a_shared_page(library: ModuleType) -> None:
+    cache, rows = a_cache(library, page_size=16, num_pages=4), np.ones((2, 1, 20, 4), np.float32)
+    cache.append(rows, rows, counts=[20, 0])
+    cache.fork(0, 1)
+    cache._state.device, cache._state.is_counted_on_device = Device([20, 20]), True
+    cache.truncate([32, 15])
+
+
 def forked_without_room(library: ModuleType) -> None:
     cache = a_cache(library, page_size=16, num_pages=1)
     cache.append(K, K, counts=[3, 0])
@@ -273,6 +281,16 @@ FAULTS = {
         "a reset is captured": Edit(
             CHANGES, "reset", 'capture_reasons("reset", state.pages)', "[]"
         ),
+    },
+    refuses(cut_on_a_shared_page, "got 15 for sequence 1, which shares its first 32 positions"): {
+        "a device may write to shared pages": Edit(
+            CHANGES, "truncate", "sharing_reasons(new_lengths, state.pages) if isinstance(new_lengths, list) else []",
+            "[]",
+        ),
+        "a page of two sequences is not shared": Edit(
+            PAGES, "PagePool.num_shared", "self._references[page] > 1", "self._references[page] > 2"
+        ),
+        "the last page that is shared is the first": Edit(PAGES, "PagePool.num_shared", "place + 1", "place"),
     },
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, but of 1 pages 0 are free"): {
         "shared pages are not counted as wanted": Edit(PAGES, "PagePool.shortages", "+ len(shared)", ""),

@@ -277,6 +277,23 @@ def test_forked_pages_are_copied_before_the_device_writes_to_them(xp: Any) -> No
     assert np.array_equal(pages[2, :, :4], pages[1, :, :4]) and not np.array_equal(pages[2, :, 4], pages[1, :, 4])
 
 
+def test_a_device_does_not_write_to_shared_pages(xp: Any) -> None:
+    """On the host, a fork gets a page of its own before rows are written to it; the device takes no new pages."""
+    k = xp.asarray(normal(3, HEADS, 40, 64))
+    cache = KVCache(**SIZES, **PAGED["pages"], xp=xp)
+    cache.append(k, k, counts=[40, 0, 0])
+    cache.fork(0, 1)
+    cache.truncate([20, 40, 0])
+    cache.count_on_device()
+    shared = "must not end on pages that sequences share if the device counts rows; got 5 for sequence 1, which shares"
+    assert f"{shared} its first 16 positions" in refused(lambda: cache.truncate([16, 5, 0]))
+    assert cache.lengths.get().tolist() == [20, 40, 0]
+    cache.truncate([16, 40, 0])
+    cache.append(k, k, counts=[3, 0, 0])
+    assert np.array_equal(cache.rows(1)[0].get(), k.get()[0])
+    assert np.array_equal(cache.rows(0)[0].get()[:, 16:], k.get()[0, :, :3])
+
+
 def normal(*shape: int) -> Any:
     return RNG.standard_normal(shape).astype(np.float16)
 
