@@ -725,7 +725,8 @@ class KVCache:
         elif mask is not None and state.device is None:
             mask.require_numbers(state.capacity)
         is_decoded = isinstance(step_call.step, DecodeStep)
-        if not is_decoded and state.counts_on_device(counts):  # even if an earlier call bound the step
+        # An earlier call may have bound a step that reads the host's lengths.
+        if state.device is not None and not is_decoded and state.counts_on_device(counts):
             raise UnsupportedProblem(not_served(request.q, kernel, request.sink))
         news = state.queried(counts, request.q.shape[2])
         news = None if counts is None else news

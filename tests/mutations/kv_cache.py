@@ -260,14 +260,13 @@ FAULTS = {
     },
     calls_by_sequence_read_lengths_of_the_host: {
         "steps that were bound before the device counted are run": Edit(
-            "cache/kv_cache.py", "KVCache.attention", "if not is_decoded and state.counts_on_device(counts):",
-            "if False:",
+            "cache/kv_cache.py", "KVCache.attention", "and state.counts_on_device(counts):", "and False:",
         ),
         "counts of the call itself are not looked at": Edit(
-            STATE, "CacheState.counts_on_device", 'is_on_device(as_arrays({"counts": counts})["counts"])', "False"
+            STATE, "CacheState.counts_on_device", 'or is_on_device(as_arrays({"counts": counts})["counts"])', ""
         ),
         "no call is refused after the first counts": Edit(
-            STATE, "CacheState.counts_on_device", "return self.is_counted_on_device", "return False"
+            STATE, "CacheState.counts_on_device", "self.is_counted_on_device or", ""
         ),
     },
     a_device_has_lengths_and_pages: {
