@@ -16,7 +16,7 @@ from .arguments import (
 )  # fmt: skip
 from .on_device import capture_reasons
 from .paged_rows import PagedRows
-from .pages import PagePool, length_faults
+from .pages import PagePool, length_faults, sharing_reasons
 
 
 def state_over(
@@ -43,6 +43,7 @@ def truncate(state: CacheState, lengths: Counts) -> None:
     """Shorten sequences, as `KVCache.truncate` does."""
     new_lengths = state.numbers("lengths", lengths)
     if state.is_counted_on_device:
+        refuse(sharing_reasons(new_lengths, state.pages) if isinstance(new_lengths, list) else [])
         state.on_device().truncate(new_lengths)
         return
     assert isinstance(new_lengths, list)  # an array would have started counting on the device

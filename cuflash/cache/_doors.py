@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
 from ..calls._call import Call
-from ..errors import UnsupportedProblem, collecting, refuse
+from ..errors import collecting, refuse
 from ..executors import checks
 from ..masks import ChosenBlocks, MaskShape
 from ..masks.fields import window_sides
@@ -17,7 +17,7 @@ from ..planning.options import Options
 from ..plans.conversion import as_arrays
 from ._passes import DecodeOptions, SimulatedStep, pass_of
 from ._state import CacheState
-from .arguments import Counts, not_served, out_reasons, overlap_reasons, place_reasons, row_reasons, sink_reasons
+from .arguments import Counts, out_reasons, overlap_reasons, place_reasons, row_reasons, sink_reasons
 from .on_device import device_reasons, is_on_device
 from .one_by_one import ChosenRowsStep, OwnRowsStep
 from .scoring import ScoreKind, arrays_of, fit_reasons
@@ -84,7 +84,7 @@ def _bound_step(cache: CacheState, request: Request, options: DecodeOptions) -> 
     Raises
     ------
     UnsupportedProblem
-        No kernel supports the call on a cache that is counted on the device, or on any cache.
+        No kernel supports the call.
     """
     q, o, sink, _, score, mask = request
     if o is None:
@@ -93,8 +93,6 @@ def _bound_step(cache: CacheState, request: Request, options: DecodeOptions) -> 
     arrays = {"q": q, "k": cache.rows.k, "v": cache.rows.v, "o": o, "lse": lse, "sink": sink, **cache.rows.scales}
     arrays |= lists_of(mask) | ({} if score is None else arrays_of(score))
     kernels = pass_of(arrays, cache.layout, options)
-    if kernels is None and cache.is_counted_on_device:
-        raise UnsupportedProblem(not_served(q, options.kernel, sink))
     if kernels is None:
         return (OwnRowsStep if mask is None else ChosenRowsStep)(cache, arrays, options, request)
     if cache.device is None:

@@ -113,6 +113,10 @@ class CacheState:
         self.count_on_device()
         return value
 
+    def counts_on_device(self, counts: Counts | None) -> bool:
+        """True if the device of a cache on a GPU counts positions, or starts to in a call with these counts."""
+        return self.is_counted_on_device or is_on_device(as_arrays({"counts": counts})["counts"])
+
     def count_on_device(self) -> None:
         """Start counting on the device, as in `KVCache.count_on_device`."""
         if self.device is None:

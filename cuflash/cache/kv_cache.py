@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..arrays import Array, Namespace, describe, flag_reasons
-from ..errors import collecting, refuse
+from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
 from ..masks import ChosenBlocks
 from ..planning.options import ScoreLike
@@ -16,7 +16,7 @@ from ._changes import fork, reserve, reset, rows_of, state_over, truncate
 from ._doors import checked_queries, checked_rows
 from ._state import CacheState
 from .arguments import (
-    PAGE_SIZE, Counts, bound_reasons, dtype_of, page_reasons, part_reasons, shown_numbers, size_reasons,
+    PAGE_SIZE, Counts, bound_reasons, dtype_of, not_served, page_reasons, part_reasons, shown_numbers, size_reasons,
 )  # fmt: skip
 from .paged_rows import PagedRows
 from .pages import OwnPages, PagePool, growths
@@ -496,7 +496,8 @@ class KVCache:
         """Shorten sequences and free the pages beyond their new lengths, including reserved ones.
 
         If rows are counted on the device, sequences shorter than `lengths` stay unchanged, and all sequences keep their
-        pages: the call does not wait for the device, and can be captured into a CUDA graph, like `append`.
+        pages: the call does not wait for the device, and can be captured into a CUDA graph, like `append`. Then no
+        length may end on a page that a sequence shares, since later rows would overwrite it for all; a list is checked.
 
         Parameters
         ----------
@@ -506,7 +507,8 @@ class KVCache:
         Raises
         ------
         UnsupportedProblem
-            A sequence that is counted on the host is already shorter; the error lists all reasons, and changes nothing.
+            A sequence that is counted on the host is already shorter, or one that is counted on the device would end on
+            a shared page; the error lists all reasons, and changes nothing.
 
         Examples
         --------
@@ -722,10 +724,14 @@ class KVCache:
             step_call, request = checked_queries(state, request, counts, reasons)
         elif mask is not None and state.device is None:
             mask.require_numbers(state.capacity)
+        is_decoded = isinstance(step_call.step, DecodeStep)
+        # An earlier call may have bound a step that reads the host's lengths.
+        if state.device is not None and not is_decoded and state.counts_on_device(counts):
+            raise UnsupportedProblem(not_served(request.q, kernel, request.sink))
         news = state.queried(counts, request.q.shape[2])
         news = None if counts is None else news
         o, lse = step_call.step.make_o() if out is None else out, step_call.step.make_lse() if return_lse else None
-        if isinstance(step_call.step, DecodeStep):
+        if is_decoded:
             state.on_device().decode(step_call, request, o, lse, news)
         else:
             step_call.step.attend(state, request, o, lse, news)

@@ -70,6 +70,10 @@ class OwnPages:
         """Return the rows to copy so that the target has the contents of the source."""
         return [Copy(source, target, length)]
 
+    def num_shared(self, sequence: int) -> int:
+        """Return the number of positions up to the last page that a sequence shares."""
+        return 0
+
     def faults(self) -> list[str]:
         return []
 
@@ -169,6 +173,12 @@ class PagePool:
         self.version += 1
         return []
 
+    def num_shared(self, sequence: int) -> int:
+        """Return the number of positions up to the last page that a sequence shares."""
+        table = self.tables[sequence]
+        places = (place + 1 for place, page in enumerate(table) if self._references[page] > 1)
+        return max(places, default=0) * self.page_size
+
     def faults(self) -> list[str]:
         """List contradictions among the tables."""
         named = Counter(page for table in self.tables for page in table)
@@ -207,6 +217,19 @@ class PagePool:
         if not self._references[page]:
             del self._references[page]
             self._free.append(page)
+
+
+def sharing_reasons(lengths: list[int], pages: OwnPages | PagePool) -> list[str]:
+    """Return why sequences that the device counts cannot be cut to these lengths: it would write to shared pages."""
+    reasons = []
+    for sequence, length in enumerate(lengths):
+        shared = pages.num_shared(sequence)
+        if length < shared:
+            reasons.append(
+                f"lengths must not end on pages that sequences share if the device counts rows; got {length} for "
+                f"sequence {sequence}, which shares its first {shared} positions: truncate before count_on_device()"
+            )
+    return reasons
 
 
 def length_faults(pages: OwnPages | PagePool, sequence: int, length: int, capacity: int) -> list[str]:

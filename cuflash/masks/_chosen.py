@@ -98,8 +98,9 @@ class ChosenBlocks(Mask):
             reasons.append(
                 f"blocks must be an int32 or int64 array (..., heads, seqlen_q, n); got {describe(self.blocks)}{fix}"
             )
-        if self.counts is not None and not is_integer_dtype(self.counts.dtype):
-            reasons.append(f"counts must be an int array (..., heads, seqlen_q); got {describe(self.counts)}")
+        if self.counts is not None and not (is_integer_dtype(self.counts.dtype) and self.counts.dtype.isnative):
+            fix = ": cast them to int64" if is_integer_dtype(self.counts.dtype) else ""  # kernels do not swap bytes
+            reasons.append(f"counts must be an int array (..., heads, seqlen_q); got {describe(self.counts)}{fix}")
         if type(self.block) is not int or not 0 < self.block <= MAX_SEQLEN:
             with collecting(reasons):
                 object.__setattr__(self, "block", _size(self.block))

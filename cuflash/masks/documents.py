@@ -94,7 +94,7 @@ class Documents(Mask):
         refuse(reasons)
         q_leading = LeadingArray.of(self.q_ids, shape.batch, 1)
         kv_leading = LeadingArray.of(kv_ids, shape.batch, 1)
-        if namespace(self.q_ids) is not np:
+        if not {namespace(self.q_ids), namespace(kv_ids)} <= {np}:
             return SortedDocuments(q_leading, None if kv_ids is self.q_ids else kv_leading)
         is_sorted = _never_decreases(self.q_ids) and _never_decreases(kv_ids)
         return (SortedDocuments if is_sorted else ResolvedDocuments)(q_leading, kv_leading)

@@ -267,14 +267,15 @@ class Sequences(Mask):
         """
         if self.causal != "bottom_right" or self.kv_offsets is None:
             return False
-        lengths = [offsets[..., 1:] - offsets[..., :-1] for offsets in self.arrays]
-        return namespace(*lengths) is not np or bool((lengths[0] != lengths[1]).any())
+        lengths = [offsets[..., 1:] - offsets[..., :-1] for offsets in self.arrays if namespace(offsets) is np]
+        return len(lengths) < 2 or bool((lengths[0] != lengths[1]).any())
 
     @property
     def _has_equal_offsets(self) -> bool:
         """True if keys have the same offsets as queries; False for device offsets, which are not read."""
-        kv_offsets = self.kv_offsets
-        return kv_offsets is None or (namespace(kv_offsets) is np and np.array_equal(self.q_offsets, kv_offsets))
+        if self.kv_offsets is None:
+            return True
+        return all(namespace(offsets) is np for offsets in self.arrays) and np.array_equal(*self.arrays)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

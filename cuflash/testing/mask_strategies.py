@@ -126,7 +126,10 @@ def _count(draw: st.DrawFn, shape: MaskShape, most: int) -> Array:
     if not shape.batch or draw(st.booleans()):
         return draw(shared(_numbers, 0, most))
     counts = [draw(shared(st.integers, 0, most)) for _ in range(math.prod(shape.batch))]
-    return np.array(counts, _integers_that_hold(draw, most)).reshape(shape.batch)
+    kind = _integers_that_hold(draw, most)
+    if np.issubdtype(kind, np.signedinteger):  # negative numbers count as 0
+        counts = [count or -2 for count in counts]
+    return np.array(counts, kind).reshape(shape.batch)
 
 
 def _integers_that_hold(draw: st.DrawFn, most: int) -> type[np.integer]:
@@ -166,6 +169,8 @@ def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
     leading = shape.batch if draw(st.booleans()) else ()
     q_ids = rng.integers(0, count, (*leading, shape.seqlen_q), _integers_that_hold(draw, count))
     kv_ids = rng.integers(0, count + 1, (*leading, shape.seqlen_kv), _integers_that_hold(draw, count))
+    if q_ids.dtype.kind == kv_ids.dtype.kind == "i":  # the same documents, with ids of both signs
+        q_ids, kv_ids = q_ids - (count + 1) // 2, kv_ids - (count + 1) // 2
     if draw(st.booleans()):
         q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
     is_one_sequence = shape.seqlen_q == shape.seqlen_kv and draw(st.booleans())

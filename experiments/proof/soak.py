@@ -19,7 +19,8 @@ A row of the ledger stands for an executor, a device, a dtype, a family and a fe
 how many of them exceeded a bound, and the largest ratio for each result; the row of all features also has the example
 with the largest of all ratios. An example counts once in the row of each of its features, including the kind of its
 mask and each kernel that it used. `batches` counts the seeds used, so that a run continues with examples that no
-earlier run has drawn. Rows are written after each batch. soak_specifications.csv counts the examples of each kernel
+earlier run has drawn. Up to commit 3c13f801, a GPU got a block index instead of a mask with documents; its rows include
+those examples. Rows are written after each batch. soak_specifications.csv counts the examples of each kernel
 specification; `specifications` and `rare` count these specifications, and those with fewer than 20 examples.
 
 Expect: no example exceeds its bounds; exit status 0, otherwise 1.
@@ -47,6 +48,7 @@ import cuflash
 import hypothesis
 import numpy as np
 from cuflash import UnsupportedProblem, masks
+from cuflash.masks.content import held_arrays, held_masks
 from cuflash.planning.spec import KernelSpec
 from cuflash.testing import assertions, strategies
 from harness import Record, machine, parse_config, read_csv, why_no_gpu, write_csv
@@ -177,6 +179,14 @@ class Call(NamedTuple):
     kernels: tuple[KernelSpec, ...]
 
 
+def on_gpu(mask: Any, shape: masks.MaskShape) -> Any:
+    """Return a mask with its arrays on the GPU; if ids of documents are unsorted, return its index instead."""
+    ids = [array for each in held_masks(mask) if type(each) is masks.Documents for array in held_arrays(each)]
+    if all((array[..., 1:] >= array[..., :-1]).all() for array in ids):
+        return masked(mask, "gpu")
+    return cuflash.BlockIndex.from_mask(mask, block=32, **shape._asdict())
+
+
 def call(structure: strategies.Structure, example: Any, executor: str, family: str) -> Call:
     """Run both passes with a family, or with the default family if that one refuses."""
     q, k, v, do, dlse, sink = (getattr(example, name) for name in ("q", "k", "v", "do", "dlse", "sink"))
@@ -184,10 +194,7 @@ def call(structure: strategies.Structure, example: Any, executor: str, family: s
     if executor == "gpu":
         q, k, v, do = (to_device(x, layout) for x, layout in zip((q, k, v, do), structure.layouts, strict=False))
         dlse, sink = (None if x is None else to_device(x, "contiguous") for x in (dlse, sink))
-        if "Documents" in repr(mask):  # a device cannot know whether ids are sorted
-            mask = cuflash.BlockIndex.from_mask(mask, block=32, **structure.mask_shape._asdict())
-        else:
-            mask = masked(mask, executor)
+        mask = on_gpu(mask, structure.mask_shape)
         if score is not None:
             score = cuflash.scores.Score(
                 structure.score, **{name: to_device(x, "contiguous") for name, x in score.arrays.items()}

@@ -270,6 +270,11 @@ FAULTS = {
             FILE, "ChosenBlocks.__post_init__", "self.blocks.dtype not in _DTYPES or", ""
         ),
     },
+    refuses(call(counts=np.ones((2, 4), ">i2")), "and dtype >i2: cast them to int64"): {
+        "counts may have swapped bytes": Edit(
+            FILE, "ChosenBlocks.__post_init__", "and self.counts.dtype.isnative", ""
+        ),
+    },
     refuses(call(block=0), "block must be an int of at least 1; got 0"): {
         "a block may be empty": Edit(FILE, "_size", 'whole_number("block", block, 1)', 'whole_number("block", block)'),
     },

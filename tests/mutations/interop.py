@@ -383,6 +383,13 @@ FAULTS = {
         "arrays of a mask may not be traced next to arrays of the host": Edit(
             "blocks/work_list.py", "_location_reasons", 'if space.__name__ != "jax.numpy"', ""
         ),
+        "ids of keys may not be traced next to ids of queries on the host": Edit(
+            "masks/documents.py", "Documents.resolve", "{namespace(self.q_ids), namespace(kv_ids)} <= {np}",
+            "namespace(self.q_ids) is np",
+        ),
+        "offsets of keys may not be traced next to offsets of queries on the host": Edit(
+            "scores/offsets.py", "pair_reasons", 'spaces - {"jax.numpy"}', "spaces"
+        ),
     },
     interop_guards.sharded_calls_of_jax_are_right: {
         "gradients of what devices share are not added up": Edit(

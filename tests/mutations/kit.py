@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
 from mutations.planting import Edit
 from mutations.python_guards import part
 
@@ -67,6 +69,23 @@ def every_line_is_checked(library: ModuleType) -> None:
     refused(TypeError, "gradients must be passed", kit.check, right, properties=kit.GRADIENT_PROPERTIES)
 
 
+def arrays_have_negative_numbers(library: ModuleType) -> None:
+    """Check that some drawn lengths, ids of queries and ids of keys are negative."""
+    of, shape = part(library, "testing.mask_strategies"), part(library, "masks.shape").MaskShape((2,), 1, 5, 5)
+    negative = set[str]()
+
+    @settings(max_examples=100, phases=[Phase.generate], database=None, deadline=None)
+    @seed(0)
+    @given(st.data())
+    def collect(data: st.DataObject) -> None:
+        for draw_mask in (of._lengths, of._documents):
+            held = vars(draw_mask(data.draw, shape)).items()
+            negative.update(name for name, value in held if isinstance(value, np.ndarray) and (value < 0).any())
+
+    collect()
+    assert negative == {"q", "kv", "q_ids", "kv_ids"}, negative
+
+
 ASSERTIONS = "testing/assertions.py"
 CHECK = "testing/_check.py"
 FAULTS = {
@@ -76,6 +95,13 @@ FAULTS = {
         "functions get no sink": Edit(CHECK, "_keywords", '{"sink": example.sink}', "{}"),
         "a property needs no gradients": Edit(
             CHECK, "_require", "if each not in _of_functions(gradients):", "if False:"
+        ),
+    },
+    arrays_have_negative_numbers: {
+        "lengths are at least 0": Edit("testing/mask_strategies.py", "_count", "count or -2", "count"),
+        "ids are at least 0": Edit(
+            "testing/mask_strategies.py", "_documents", "q_ids - (count + 1) // 2, kv_ids - (count + 1) // 2",
+            "q_ids, kv_ids",
         ),
     },
     results_are_compared: {

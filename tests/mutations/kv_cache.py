@@ -10,11 +10,13 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 from cache_machine import KINDS, walk
+from cupy_machine import a_machine_for
 from cuflash.testing import Example, assert_within_bounds
 from foreign import Foreign
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import part
+from test_device_cache import check_calls_by_sequence
 
 SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)  # exceptions with which a guard reports a fault
 K = np.ones((2, 1, 3, 4), np.float32)
@@ -125,6 +127,12 @@ def layouts_that_are_unknown_share_no_plan(library: ModuleType) -> None:
     assert bound == [5, 9]
 
 
+def calls_by_sequence_read_lengths_of_the_host(library: ModuleType) -> None:
+    """Check that calls that read the host's lengths are refused if the device counts, also if bound before."""
+    with a_machine_for(library) as machine:
+        check_calls_by_sequence(library, machine)
+
+
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
     """Check that the cache returns the lengths that the device counts, and sends it the pages whenever they change."""
     cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
@@ -159,6 +167,14 @@ def a_device_has_lengths_and_pages(library: ModuleType) -> None:
 
 def over(library: ModuleType, table: Any, lengths: list[int]) -> Any:
     return library.KVCache.over(*np.ones((2, 3, 1, 16, 4), np.float32), np.array(table), lengths)
+
+
+def cut_on_a_shared_page(library: ModuleType) -> None:
+    cache, rows = a_cache(library, page_size=16, num_pages=4), np.ones((2, 1, 20, 4), np.float32)
+    cache.append(rows, rows, counts=[20, 0])
+    cache.fork(0, 1)
+    cache._state.device, cache._state.is_counted_on_device = Device([20, 20]), True
+    cache.truncate([32, 15])
 
 
 def forked_without_room(library: ModuleType) -> None:
@@ -242,6 +258,17 @@ FAULTS = {
         ),
         "a fork copies": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
     },
+    calls_by_sequence_read_lengths_of_the_host: {
+        "steps that were bound before the device counted are run": Edit(
+            "cache/kv_cache.py", "KVCache.attention", "and state.counts_on_device(counts):", "and False:",
+        ),
+        "counts of the call itself are not looked at": Edit(
+            STATE, "CacheState.counts_on_device", 'or is_on_device(as_arrays({"counts": counts})["counts"])', ""
+        ),
+        "no call is refused after the first counts": Edit(
+            STATE, "CacheState.counts_on_device", "self.is_counted_on_device or", ""
+        ),
+    },
     a_device_has_lengths_and_pages: {
         "rows are those that the host has counted": Edit(
             STATE, "CacheState.lengths_now", "if self.is_counted_on_device", "if False"
@@ -253,6 +280,16 @@ FAULTS = {
         "a reset is captured": Edit(
             CHANGES, "reset", 'capture_reasons("reset", state.pages)', "[]"
         ),
+    },
+    refuses(cut_on_a_shared_page, "got 15 for sequence 1, which shares its first 32 positions"): {
+        "a device may write to shared pages": Edit(
+            CHANGES, "truncate", "sharing_reasons(new_lengths, state.pages) if isinstance(new_lengths, list) else []",
+            "[]",
+        ),
+        "a page of two sequences is not shared": Edit(
+            PAGES, "PagePool.num_shared", "self._references[page] > 1", "self._references[page] > 2"
+        ),
+        "the last page that is shared is the first": Edit(PAGES, "PagePool.num_shared", "place + 1", "place"),
     },
     refuses(forked_without_room, "got 1 rows for sequence 1, which need 1 more page, but of 1 pages 0 are free"): {
         "shared pages are not counted as wanted": Edit(PAGES, "PagePool.shortages", "+ len(shared)", ""),

@@ -18,6 +18,8 @@ import cuflash
 import cupy_machine
 import numpy as np
 import pytest
+from cuflash import masks
+from cuflash.masks.content import held_arrays
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
 pytest.importorskip("rich", reason="the experiments need rich: pip install -e '.[experiments]'")
@@ -261,6 +263,16 @@ def test_soak_adds_up_over_runs_and_draws_other_examples(load, tmp_path: Path) -
     assert int(total["structures"]) >= 12 and total["outside"] == "0" and total["batches"] == "2"
     assert next(soak.batches(soak.Config(dtypes=("float32",)), ledger)).number == 2
     assert soak.table(list(ledger.values())).row_count == 1
+
+
+def test_soak_leaves_sorted_documents_to_a_gpu(load, cupy: Any) -> None:
+    """Only unsorted ids become a block index on the host; any other mask has its arrays on the GPU."""
+    on_gpu, shape, ids = load("soak").on_gpu, masks.MaskShape((), 1, 4, 4), np.array([-3, -3, 0, 7])
+    for mask in (masks.Documents(ids), masks.Documents(ids, ids + 0) | masks.Causal(), masks.Lengths(kv=ids[0:1])):
+        assert {type(array) for array in held_arrays(on_gpu(mask, shape))} == {cupy.ndarray}
+    for mask in (masks.Documents(ids[::-1]), ~masks.Documents(ids, ids[::-1]) & masks.Causal()):
+        np.testing.assert_array_equal(on_gpu(mask, shape).toarray()[0, 0], mask.toarray(4))
+    assert on_gpu(None, shape) is None and on_gpu(masks.Causal(), shape) == masks.Causal()
 
 
 def test_soak_reports_an_example_outside_its_bounds(load, monkeypatch: pytest.MonkeyPatch) -> None:

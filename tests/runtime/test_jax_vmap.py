@@ -111,6 +111,14 @@ CASES = {
         (Q, K, K, np.asarray(KEYS)), (None, None, None, 0),
         call(dropout=lambda library, key: library.Dropout(0.5, key)),
     ),
+    "documents of keys, and those of queries on the host": (
+        (Q, K, K, RNG.integers(-1, 2, (N, S))), (None, None, None, 0),
+        call(mask=lambda library, ids: library.masks.Documents(np.arange(S) // 3, ids)),
+    ),
+    "offsets of keys, and those of queries on the host": (
+        (Q, K, K, np.array([[0, 1, S], [0, 4, S], [0, S, S]])), (None, None, None, 0),
+        call(mask=lambda library, x: library.masks.Sequences(np.array([0, 3, S]), x, causal="bottom_right")),
+    ),
 }  # fmt: skip
 
 

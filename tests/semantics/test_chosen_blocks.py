@@ -597,6 +597,10 @@ REFUSED_LISTS = {
         lambda: ChosenBlocks(LISTS, 2, counts=np.ones((2, 6))), UnsupportedProblem,
         "counts must be an int array (..., heads, seqlen_q); got an array of shape (2, 6) and dtype float64",
     ),
+    "counts of swapped bytes": (
+        lambda: ChosenBlocks(LISTS, 2, counts=np.ones((2, 6), ">i4")), UnsupportedProblem,
+        "got an array of shape (2, 6) and dtype >i4: cast them to int64",
+    ),
     "counts that are one": (lambda: ChosenBlocks(LISTS, 2, counts=3), TypeError, "counts must be an array; got 3"),
     "a run of no key": (lambda: masks.Compressed(0, 1), UnsupportedProblem, "length must be an int of at least 1"),
     "a stride of half a key": (

@@ -277,6 +277,23 @@ def test_forked_pages_are_copied_before_the_device_writes_to_them(xp: Any) -> No
     assert np.array_equal(pages[2, :, :4], pages[1, :, :4]) and not np.array_equal(pages[2, :, 4], pages[1, :, 4])
 
 
+def test_a_device_does_not_write_to_shared_pages(xp: Any) -> None:
+    """On the host, a fork gets a page of its own before rows are written to it; the device takes no new pages."""
+    k = xp.asarray(normal(3, HEADS, 40, 64))
+    cache = KVCache(**SIZES, **PAGED["pages"], xp=xp)
+    cache.append(k, k, counts=[40, 0, 0])
+    cache.fork(0, 1)
+    cache.truncate([20, 40, 0])
+    cache.count_on_device()
+    shared = "must not end on pages that sequences share if the device counts rows; got 5 for sequence 1, which shares"
+    assert f"{shared} its first 16 positions" in refused(lambda: cache.truncate([16, 5, 0]))
+    assert cache.lengths.get().tolist() == [20, 40, 0]
+    cache.truncate([16, 40, 0])
+    cache.append(k, k, counts=[3, 0, 0])
+    assert np.array_equal(cache.rows(1)[0].get(), k.get()[0])
+    assert np.array_equal(cache.rows(0)[0].get()[:, 16:], k.get()[0, :, :3])
+
+
 def normal(*shape: int) -> Any:
     return RNG.standard_normal(shape).astype(np.float16)
 
@@ -382,6 +399,36 @@ def test_what_cannot_be_counted_on_a_device_is_refused(xp: Any) -> None:
     for q, options in ((wide, {"kernel": "naive"}), (many[:, :4], {"kernel": "simt"})):
         assert "q must be supported by the cache's kernels" in refused(lambda: cache.attention(q, **options))
     assert "the cache must be on a GPU" in refused(lambda: KVCache(**SIZES).count_on_device())
+
+
+def check_calls_by_sequence(library: Any, xp: Any) -> None:
+    """Check that calls that no kernel of the cache supports are refused once the device counts, and before it starts.
+
+    These calls read the lengths that the host has counted. An equal call before may have bound their steps.
+    """
+    cache = library.KVCache(**SIZES | {"dtype": np.float32}, xp=xp)
+    rows, q = (xp.asarray(np.ones((3, heads, 1, 64), np.float32)) for heads in (HEADS, 4))
+    counts = xp.asarray(np.ones(3, np.int32))
+
+    def is_refused(**options: Any) -> bool:
+        try:
+            cache.attention(q, **options)
+        except Exception as error:
+            of_cache = "q must be supported by the cache's kernels if the cache is counted on the device"
+            return isinstance(error, library.UnsupportedProblem) and of_cache in str(error)
+        return False
+
+    cache.append(rows, rows)
+    assert is_refused(counts=counts)
+    before = cache.attention(q).get()
+    assert is_refused(counts=counts) and np.array_equal(cache.attention(q).get(), before)
+    cache.count_on_device()
+    cache.append(rows, rows)
+    assert is_refused() and is_refused(counts=[1, 1, 1])
+
+
+def test_calls_by_sequence_are_refused_if_the_device_counts(xp: Any) -> None:
+    check_calls_by_sequence(cuflash, xp)
 
 
 def test_rows_of_another_place_are_refused(xp: Any) -> None:

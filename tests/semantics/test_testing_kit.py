@@ -64,6 +64,10 @@ def empty_rows(mask):
     return ~table_of(mask).any(axis=-1)
 
 
+def has_negative(numbers):
+    return np.ndim(numbers) > 0 and bool((numbers < 0).any())
+
+
 def has(name, value):
     return lambda each: not isinstance(attribute := getattr(each, name), Mask) and attribute == value
 
@@ -119,6 +123,9 @@ OF_MASKS = {
     "lengths for each batch entry": lambda mask: any(
         isinstance(part, masks.Lengths) and np.ndim(part.kv) == 1 for part in parts_of(mask)
     ),
+    "negative lengths": lambda mask: isinstance(mask, masks.Lengths) and has_negative(mask.kv),
+    "negative ids": lambda mask: isinstance(mask, masks.Documents) and has_negative(mask.q_ids),
+    "negative ids of keys": lambda mask: isinstance(mask, masks.Documents) and has_negative(mask.kv_ids),
     "documents out of order": lambda mask: isinstance(mask, masks.Documents) and (np.diff(mask.q_ids) < 0).any(),
     "sequences with keys of their own": lambda mask: isinstance(mask, masks.Sequences) and mask.kv_offsets is not None,
     "unequal blocks": lambda mask: isinstance(mask, masks.BlockPattern) and mask.block[0] != mask.block[1],
