@@ -78,7 +78,8 @@ def nsa(
     -----
     Native sparse attention, arXiv 2502.11089, equations 8 to 12, with means unless `compressed_k` is set. The softmax
     over compressed keys (with `causal`, over those that end by the query) is distributed to their blocks, and summed
-    over the heads of a group and the queries of a block.
+    over the heads of a group and the queries of a block. A score that is NaN or +inf makes all scores of its query NaN,
+    so that its blocks are chosen in order.
 
     Examples
     --------

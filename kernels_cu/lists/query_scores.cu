@@ -143,18 +143,19 @@ CUFLASH_DEVICE void find_shifts(const QueryScores& params, const QueryTile& quer
         s.at(i, j) = is_seen ? s.at(i, j) * scale : ptx::negative_infinity<float>();
         most = fmaxf(most, s.at(i, j));
       }
-      if (most == ptx::negative_infinity<float>()) continue;
-      sum[i] *= ptx::exp2_approx(greatest[i] - most);
+      const float shift = most == ptx::negative_infinity<float>() ? 0.0f : most;  // -inf - (-inf) would be NaN
+      sum[i] *= ptx::exp2_approx(greatest[i] - shift);
 #pragma unroll
-      for (int j = 0; j < Scores::kColumns; ++j) sum[i] += ptx::exp2_approx(s.at(i, j) - most);
+      for (int j = 0; j < Scores::kColumns; ++j) sum[i] += ptx::exp2_approx(s.at(i, j) - shift);
       greatest[i] = most;
     }
   });
 #pragma unroll
   for (int i = 0; i < Scores::kRows; ++i) {
     const float most = tile::quad_max(greatest[i]);
-    const bool is_empty = most == ptx::negative_infinity<float>();
-    sum[i] = tile::quad_sum(is_empty ? 0.0f : sum[i] * ptx::exp2_approx(greatest[i] - most));
+    const bool has_maximum = most != ptx::negative_infinity<float>();
+    sum[i] = tile::quad_sum(sum[i] * ptx::exp2_approx(greatest[i] - (has_maximum ? most : 0.0f)));
+    const bool is_empty = !has_maximum && sum[i] == 0;  // a NaN score makes the sum NaN, but no maximum
     rows.shift[i] = is_empty ? -most : most + ptx::log2_approx(sum[i]);
   }
 }

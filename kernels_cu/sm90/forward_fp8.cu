@@ -109,10 +109,10 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
   }
 
   // Convert an element of Q or K to float. Its bits, shifted, are those of a float that is smaller by a factor of
-  // 2^120.
+  // 2^120, except for NaN.
   static CUFLASH_DEVICE float e4m3_to_float(const uint8_t* e4m3) {
-    const uint32_t bits = *e4m3;
-    return __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 0x1p120f;
+    const uint32_t bits = *e4m3, magnitude = bits & 0x7f;
+    return __uint_as_float(magnitude == 0x7f ? 0x7fc00000u : magnitude << 20 | (bits & 0x80) << 24) * 0x1p120f;
   }
   // Return the address of an element in a swizzled tile.
   template <class Tile>

@@ -225,6 +225,68 @@ def test_nan_and_infinity_reach_results_from_every_block(run: Run, place: int, n
     require_same_nan(run, place, number)
 
 
+# A mask, a key whose block is NaN, and the queries that attend a key of the block.
+NAN_BLOCKS: dict[str, tuple[Any, int, slice]] = {
+    "first": (masks.Causal("bottom_right"), 0, slice(0, 90)),
+    "inner": (masks.Causal("bottom_right"), 300, slice(0, 90)),
+    "last, partial": (masks.Causal("bottom_right"), 650, slice(30, 90)),
+    "before a window": (masks.SlidingWindow(120, 0, "bottom_right"), 300, slice(0, 0)),
+    "first of a window, partial": (masks.SlidingWindow(120, 0, "bottom_right"), 400, slice(0, 22)),
+    "past a length": (masks.Lengths(kv=300), 400, slice(0, 0)),
+}
+
+
+def require_nan_of_attended_blocks(run: Run, name: str) -> None:
+    """Require that a block of keys that is NaN makes NaN of the queries that attend it, and of no other."""
+    mask, place, rows = NAN_BLOCKS[name]
+    x = operands(90, 700, (64, 64), (2, 2), "bfloat16")
+    x[1][1, place, 3] = np.nan
+    is_nan = np.zeros((2, 90), bool)
+    is_nan[1, rows] = True
+    o, lse = attention(run, [cuflash.quantize(each) for each in x], mask=mask)
+    np.testing.assert_array_equal(np.isnan(lse), is_nan)
+    np.testing.assert_array_equal(np.isnan(o.astype(np.float32)), np.broadcast_to(is_nan[..., None], o.shape))
+
+
+@on_sim_and_gpu
+@pytest.mark.parametrize("name", NAN_BLOCKS)
+def test_a_block_of_nan_reaches_the_queries_that_attend_it(run: Run, name: str) -> None:
+    require_nan_of_attended_blocks(run, name)
+
+
+def require_nan_of_numbers(run: Run, place: int) -> None:
+    """Require that an e4m3 NaN in a part with a finite scale makes NaN of its query, or of all queries of its key."""
+    for operand, row in ((0, min(place, 89)), (1, place)):
+        x8 = [one_scale(each) for each in operands(90, 700, (64, 64), (2, 2), "float32")]
+        x8[operand].data[1, row, 3] = np.nan
+        is_nan = np.zeros((2, 90), bool)
+        is_nan[1, [row] if operand == 0 else slice(None)] = True
+        o, lse = attention(run, x8)
+        np.testing.assert_array_equal(np.isnan(lse), is_nan)
+        np.testing.assert_array_equal(np.isnan(o), np.broadcast_to(is_nan[..., None], o.shape))
+
+
+@on_sim_and_gpu
+@pytest.mark.parametrize("place", [0, 127, 128, 300, 511, 512, 699])
+def test_nan_with_a_finite_scale_reaches_results_from_every_block(run: Run, place: int) -> None:
+    require_nan_of_numbers(run, place)
+
+
+def require_tiny_scales(run: Run) -> None:
+    """Require results within their bounds if products of the scales of q and k round to 0, or nearly."""
+    q, k, v = operands(100, 300, (64, 64), (1, 1), "float32")
+    for factor in (1e-18, 1e-20, 1e-25):
+        x8 = [cuflash.quantize(x) for x in (q * np.float32(factor), k * np.float32(factor), v)]
+        for causal in (False, "bottom_right"):
+            assert require_bounds(attention(run, x8, causal=causal), x8, causal=causal) < 1
+
+
+@on_sim_and_gpu
+def test_scales_whose_product_rounds_to_0(run: Run) -> None:
+    """Scores are 0, but those of masked keys, and of keys that fill up the last block, still have no weight."""
+    require_tiny_scales(run)
+
+
 @on_sim_and_gpu
 def test_a_scale_of_any_size(run: Run) -> None:
     q, k, v = operands(100, 100, (64, 64), (1, 1), "float32")

@@ -22,6 +22,8 @@ from executors import is_long, needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash
+
 EXECUTORS = [pytest.param("sim", marks=needs_compiler), pytest.param("gpu", marks=pytest.mark.gpu)]
 BUDGETS: list[dict[str, Any]] = [
     {"top_k": 3}, {"top_k": 1, "min_blocks": 2}, {"mass": 0.6, "max_blocks": 4}, {"density": 0.3},
@@ -176,6 +178,26 @@ TELLING = [
         {"mass": 0.3, "min_blocks": 20, "max_blocks": 30}, {"diagonal": False}, 11,
     ),
 ]
+
+
+def check_nan_key(executor: str) -> None:
+    """Check that a NaN key makes all scores of its queries NaN, as on the host, whichever thread has its scores."""
+    q, k = np.random.default_rng(0).standard_normal((2, 4, 80, 16)).astype(np.float16)
+    for key in range(4, 80, 8):  # in each of the nine runs of keys
+        k_of_key = k[:2].copy()
+        k_of_key[1, key, 3] = np.nan
+        options: dict[str, Any] = {"block": (1, 16), "compression": (16, 8), "budget": Budget(top_k=2)}
+        chosen = [
+            cuflash.selectors.nsa(put(q), put(k_of_key), **options, executor=name).blocks
+            for name, put in (("cpu", np.asarray), (executor, to_device if executor == "gpu" else np.asarray))
+        ]
+        actual = chosen[1].get() if executor == "gpu" else chosen[1]
+        np.testing.assert_array_equal(np.sort(actual[1]), np.sort(chosen[0][1]))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_nan_key_makes_all_scores_of_its_queries_nan(executor: str) -> None:
+    check_nan_key(executor)
 
 
 @needs_compiler

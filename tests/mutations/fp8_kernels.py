@@ -14,8 +14,9 @@ from cuflash.planning.quantizing import transpose_spec, transposing
 from executors import SIM
 from mutations.planting import Edit
 from test_fp8_kernels import (
-    SCHEDULED, attention, beside_ties, on_simulator, operands, require_bits, require_bounds, require_same_nan,
-    rising_scores, without_one_block,
+    NAN_BLOCKS, SCHEDULED, attention, beside_ties, on_simulator, operands, require_bits, require_bounds,
+    require_nan_of_attended_blocks, require_nan_of_numbers, require_same_nan, require_tiny_scales, rising_scores,
+    without_one_block,
 )  # fmt: skip
 from test_sm90 import FewBlocks
 
@@ -65,6 +66,21 @@ def fp8_is_scheduled_right() -> None:
 def nan_of_early_values_stays() -> None:
     """Check that a sum of values whose scale is NaN is added to O."""
     require_same_nan(SIM, 0, np.nan)
+
+
+def nan_reaches_attended_keys_alone() -> None:
+    """Check that blocks of keys that are NaN change no query that attends none of their keys."""
+    for name in NAN_BLOCKS:
+        require_nan_of_attended_blocks(SIM, name)
+
+
+def masked_keys_have_no_weight_beside_tiny_scales() -> None:
+    require_tiny_scales(SIM)
+
+
+def nan_of_numbers_stays() -> None:
+    """Check NaN with a finite scale in a step that skips the maximum."""
+    require_nan_of_numbers(SIM, 300)
 
 
 def rounding_is_right() -> None:
@@ -150,6 +166,21 @@ FAULTS = {
     nan_of_early_values_stays: {
         "a sum with a scale of NaN is dropped": Edit(
             FORWARD, "consume_tiles", "if (!(ended_scale < 0)) add_scaled", "if (ended_scale >= 0) add_scaled"
+        ),
+    },
+    nan_reaches_attended_keys_alone: {
+        "masked scores are multiplied by a scale of NaN": Edit(
+            SOFTMAX, "exp_row", "is_masked ? 0.0f : ptx::exp2_approx", "ptx::exp2_approx"
+        ),
+    },
+    masked_keys_have_no_weight_beside_tiny_scales: {
+        "masked scores are multiplied by a scale of 0": Edit(
+            SOFTMAX, "exp_row", "is_masked ? 0.0f :", "is_masked && scale_log2 != 0 ? 0.0f :"
+        ),
+    },
+    nan_of_numbers_stays: {
+        "NaN is 480 in scores that are computed again": Edit(
+            FORWARD, "e4m3_to_float", "magnitude == 0x7f ? 0x7fc00000u : magnitude", "magnitude"
         ),
     },
     fp8_is_scheduled_right: {

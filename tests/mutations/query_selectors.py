@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mutations.planting import Edit
 from mutations.python_guards import part
-from test_query_scores import TELLING, check_lists
+from test_query_scores import TELLING, check_lists, check_nan_key
 from test_query_selectors import DIM, HEADS, KV_HEADS, NAMES, RUN, STRIDE, check
 from test_selection_kernels import check_choice
 
@@ -96,12 +96,27 @@ def the_kernel_scores() -> None:
         check_lists("sim", case, ("first_warp", "round_robin", "last_warp")[number % 3])
 
 
+def nan_keys_are_right() -> None:
+    """Check NaN keys whose scores are in each thread."""
+    check_nan_key("sim")
+
+
 def kernels_are_described(library: ModuleType) -> None:
     for case in TELLING:
         check_lists("sim", case, planning=part(library, "planning.query_scores"))
 
 
 FAULTS = {
+    nan_keys_are_right: {
+        "a NaN score without another in its thread is left out": Edit(
+            SCORES, "find_shifts", "const float shift = most ==",
+            "if (most == ptx::negative_infinity<float>()) continue; const float shift = most ==",
+        ),
+        "a thread's NaN is left out where the thread has no maximum": Edit(
+            SCORES, "find_shifts", "tile::quad_sum(sum[i] *",
+            "tile::quad_sum(greatest[i] == ptx::negative_infinity<float>() ? 0.0f : sum[i] *",
+        ),
+    },
     the_kernel_scores: {
         "a query sees the key after its last": Edit(SCORES, "num_seen", "params.step) + 1", "params.step) + 2"),
         "tiles overlap": Edit(SCORES, "tile_of", "(num_tiles - 1 - number % num_tiles) * of_tile", "0"),
@@ -126,9 +141,9 @@ FAULTS = {
         "the lse is that of the first head": Edit(
             SCORES, "ThreadRows", "+ row % params.heads_of_list * params.lse.head_stride", ""
         ),
-        "sums are not rescaled": Edit(SCORES, "find_shifts", "sum[i] *= ptx::exp2_approx(greatest[i] - most);", ""),
+        "sums are not rescaled": Edit(SCORES, "find_shifts", "sum[i] *= ptx::exp2_approx(greatest[i] - shift);", ""),
         "a thread's sum is the row's": Edit(
-            SCORES, "find_shifts", "sum[i] * ptx::exp2_approx(greatest[i] - most)", "sum[i]"
+            SCORES, "find_shifts", "sum[i] * ptx::exp2_approx(greatest[i] - (has_maximum ? most : 0.0f))", "sum[i]"
         ),
         "keys that a query does not see have weights": Edit(
             SCORES, "store_scores", "first + column < rows.num_seen[i] ?", "true ?"
