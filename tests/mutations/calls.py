@@ -238,6 +238,11 @@ FAULTS = {
             "cache/_passes.py", "_device_of", "not is_valid or", ""
         ),
     },
+    takes(lambda library: library.selectors.Budget(mass=0.3) != library.selectors.Budget(mass=np.float16(0.3))): {
+        "budgets of different precision are alike": Edit(
+            "selectors/budget.py", "Budget.__post_init__", "None if number is None else float(number)", "number"
+        ),
+    },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {
         "any scale is a number": Edit(
             "arrays.py", "is_finite", "is_number(value) and math.isfinite(", "math.isfinite("
