@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, ShapeDtype, is_array
+from ..arrays import Array, ShapeDtype, as_number, is_array, is_number
 from ..compiler import nvrtc
 from ..errors import UnsupportedProblem
 from ..executors import gpu
@@ -121,7 +121,8 @@ def _device_of(options: DecodeOptions, arrays: dict[str, Array]) -> DeviceSpec |
     names = options.executor, options.kernel, options.precision
     if not all(isinstance(name, str) for name in names) or options.kernel not in _KERNELS:
         return None
-    if not all(map(is_array, arrays.values())):
+    is_valid = options.scale is None or is_number(as_number(options.scale))  # equal values, such as True, are refused
+    if not is_valid or not all(map(is_array, arrays.values())):
         return None
     of_arrays = ("cpu", "sim") if isinstance(arrays["q"], np.ndarray) else ("gpu",)
     executor = of_arrays[0] if options.executor == "auto" else options.executor

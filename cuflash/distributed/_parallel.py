@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from copy import deepcopy
 from typing import Unpack
 
 from numpy.typing import DTypeLike
 
-from ..arrays import Array, as_dtype, describe, flag_reasons, is_array, namespace, whole_number
+from ..arrays import Array, as_dtype, describe, flag_reasons, is_array, is_sparse, namespace, whole_number
 from ..errors import UnsupportedProblem, collecting
 from ..executors import checks
 from ..keywords import explains_keywords, require_keywords
+from ..masks import Mask
 from ..planning.options import Options, VjpOptions
 from ..plans.conversion import as_arrays
 from ._agreement import fingerprint
@@ -53,7 +55,7 @@ class ContextParallel:
         Number of adjacent rows that stay on one rank.
     **options : optional
         Options of `cuflash.attention`, and `wrt` of `cuflash.attention_vjp`. Arrays among them must be
-        whole on every rank.
+        whole on every rank. Arrays of a mask are copied now.
 
     Raises
     ------
@@ -114,6 +116,11 @@ class ContextParallel:
                 options["sink"] = as_arrays({"sink": options["sink"]})["sink"]
             if not is_array(options["sink"]):
                 reasons.append(f"sink must be an array of shape (num_heads,); got {describe(options['sink'])}")
+        mask = options.get("mask")
+        if isinstance(mask, Mask):  # the first call of each dtype reads its arrays again, and moves the same rows
+            options["mask"] = mask.to(deepcopy)
+        elif is_array(mask) or is_sparse(mask):
+            options["mask"] = deepcopy(mask)
         if not reasons:
             with collecting(reasons):
                 self._posed = Posed.of(arguments, Options(**options), group.size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dis import get_instructions
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 from weakref import ref
@@ -14,6 +15,8 @@ from .content import opaque_values, token
 
 # Packages whose functions are assumed not to change.
 _FIXED = frozenset({"builtins", "cupy", "math", "numpy", "operator", "scipy"})
+# A function with one of these names in its code may read values that its code does not name.
+_UNSEEN = frozenset({"__dict__", "__import__", "eval", "exec", "getattr", "globals", "random", "vars"})
 _MISSING = object()
 Comparison: TypeAlias = Callable[[Any], bool]  # True if a value is like the copied one
 
@@ -61,7 +64,8 @@ def _copied(value: Any, inside: tuple[Any, ...]) -> Comparison:
         # It cannot change in place, or it is a function that calls itself.
         held = ref(value) if type(value) is FunctionType else lambda: value
         return lambda other: other is held()
-    if type(value) in (FunctionType, tuple) or is_sparse(value):
+    names_all = type(value) is not FunctionType or _names_what_it_reads(value.__code__)
+    if names_all and (type(value) in (FunctionType, tuple) or is_sparse(value)):
         return _copied_parts(type(value), [_copied(part, (*inside, value)) for part in _parts(value)])
     constant = token(value)
     if constant is None:
@@ -83,7 +87,7 @@ def _copied_parts(kind: type, copies: list[Comparison]) -> Comparison:
 
 def _is_fixed(value: Any) -> bool:
     """True if a value cannot change while it is the same object."""
-    if isinstance(value, (ModuleType, CodeType, np.ufunc)):  # `_read_of_modules` covers the attributes of modules
+    if isinstance(value, (ModuleType, CodeType, np.ufunc)):  # `_of_modules` covers the attributes of modules
         return True
     if isinstance(value, BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, ModuleType)
@@ -93,47 +97,80 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield the parts of a tuple, a sparse array or a function.
-
-    For a function these include the globals that it may look up, with a marker for those that are not defined.
-    """
+    """Yield the parts of a tuple, a sparse array or a function."""
     if type(value) is tuple:
         yield from value
     elif type(value) is FunctionType:
+        read = list(_read_by(value))
         yield value.__code__
-        yield value.__defaults__
-        yield tuple((value.__kwdefaults__ or {}).items())
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # the cell is empty
-                yield _MISSING
-        names = tuple(_names(value.__code__))
-        yield from (value.__globals__.get(name, _MISSING) for name in names)
-        yield from _read_of_modules(value.__globals__, names, [])
+        yield from read
+        yield from _of_modules(read, value, [])
     else:  # a sparse array; its flags are left out because reading the array may change them
         yield value.shape
         yield from (part for part in vars(value).values() if token(part) is None)
 
 
-def _read_of_modules(space: Mapping[str, Any], names: tuple[str, ...], seen: list[ModuleType]) -> Iterator[Any]:
-    """Yield the attributes with these names of each module that a name refers to, and of modules reached through it.
+def _read_by(function: FunctionType) -> Iterator[Any]:
+    """Yield the values that a function holds, and the globals that it may look up, or a marker for undefined ones."""
+    yield function.__defaults__
+    yield tuple((function.__kwdefaults__ or {}).items())
+    yield tuple(vars(function).items())
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # the cell is empty
+            yield _MISSING
+    for name in _names(function.__code__):
+        yield function.__globals__.get(name, _MISSING)
 
-    The names in a function's code include the names of attributes.
+
+def _of_modules(values: Iterable[Any], function: FunctionType, seen: list[ModuleType]) -> Iterator[Any]:
+    """Yield the attributes that a function may read of each module among some values, and of modules among these.
+
+    The names in a function's code include the names of attributes. It may pass the module to another function.
     """
-    for name in names:
-        module = space.get(name)
+    for module in _flat(values):
         if isinstance(module, ModuleType) and module not in seen and module.__name__.partition(".")[0] not in _FIXED:
             seen.append(module)
-            yield from (vars(module)[each] for each in names if each in vars(module))
-            yield from _read_of_modules(vars(module), names, seen)
+            names = dict.fromkeys(_all_names(function, []))
+            read = [vars(module)[name] for name in names if name in vars(module)]
+            yield from read
+            yield from _of_modules(read, function, seen)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, and those in tuples."""
+    for value in values:
+        yield from _flat(value) if type(value) is tuple else (value,)
+
+
+def _all_names(function: FunctionType, seen: list[FunctionType]) -> Iterator[str]:
+    """Yield the names in the code of a function, and of all functions that it may call."""
+    seen.append(function)
+    yield from _names(function.__code__)
+    for each in _flat(_read_by(function)):
+        if type(each) is FunctionType and each not in seen and not _is_fixed(each):
+            yield from _all_names(each, seen)
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    for each in _codes(code):
+        yield from each.co_names
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of all functions that it defines."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
+
+
+def _names_what_it_reads(code: CodeType) -> bool:
+    """True if a function finds all values that it reads by their names, and imports no module that may change."""
+    instructions = (instruction for each in _codes(code) for instruction in get_instructions(each))
+    imports = (each.argval for each in instructions if each.opname == "IMPORT_NAME")
+    return _UNSEEN.isdisjoint(_names(code)) and all(name.partition(".")[0] in _FIXED for name in imports)
 
 
 def _layout(array: np.ndarray) -> tuple[object, ...]:

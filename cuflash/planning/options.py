@@ -147,10 +147,11 @@ class Options(NamedTuple):
             return None
         if not (type(kernel) is type(executor) is type(precision) is str and type(dropout) in _DROPOUTS):
             return None
-        if type(scale) is int and not is_finite(scale):  # NumPy's numbers in other keys cannot be compared with it
+        if type(scale) is int and not is_finite(scale):
             return None
         if type(q_start) is not int or type(kv_start) is not int or places is not None:
             return None
+        scale = None if self.scale is None else float(self.scale)  # 0.1 == np.float32(0.1), a different number
         wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         if type(wrt) is not str and (type(wrt) is not tuple or wrt and set(map(type, wrt)) != {str}):
             return None

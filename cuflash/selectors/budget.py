@@ -85,6 +85,9 @@ class Budget:
                     f"{describe(self.max_blocks)}"
                 )
         refuse(reasons)
+        for name in ("mass", "threshold", "density"):
+            number = getattr(self, name)
+            object.__setattr__(self, name, None if number is None else float(number))  # 0.1 == np.float32(0.1)
 
     @property
     def part(self) -> float | None:
@@ -97,7 +100,7 @@ class Budget:
         >>> Budget(mass=0.9).part, Budget(top_k=3).part
         (0.9, None)
         """
-        return self.mass if self.density is None else float(self.density) * (1 - 2**-50)
+        return self.mass if self.density is None else self.density * (1 - 2**-50)
 
     @lru_cache(maxsize=64)
     def halves(self) -> tuple[Budget, Budget]:

@@ -156,7 +156,7 @@ class Grid:
         return ChoiceRule(
             lengths=(self.shape.seqlen_q, self.shape.seqlen_kv), block=self.block, offset=self.offset,
             is_causal=self.is_causal and not self.has_own_mask, count=max(budget.top_k or 0, budget.min_blocks),
-            mass=float(budget.part or 0), threshold=None if budget.threshold is None else float(budget.threshold),
+            mass=float(budget.part or 0), threshold=budget.threshold,
             num_sinks=forced.sink, num_local=forced.local, has_diagonal=bool(forced.diagonal),
             most=budget.max_blocks or 0,
         )  # fmt: skip

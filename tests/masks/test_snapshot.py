@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -116,6 +117,14 @@ def within(distance):
     return distance < settings.width
 
 
+def width_of(module):
+    return module.width
+
+
+def of_module(module):
+    return lambda b, h, i, j: abs(i - j) < module.width
+
+
 settings, inner = ModuleType("settings"), ModuleType("inner")
 settings.width, settings.inner, settings.within = 5, inner, within
 inner.most, inner.settings = np.array(9), settings
@@ -124,6 +133,10 @@ READERS = {
     "attribute of a module of it": lambda b, h, i, j: i + settings.inner.most > j,
     "function of it": lambda b, h, i, j: settings.within(abs(i - j)),
     "function": lambda b, h, i, j: np.where(i > 3, within(abs(i - j)), i >= j),
+    "attribute of a captured module": of_module(settings),
+    "attribute of a default": lambda b, h, i, j, module=settings: abs(i - j) < module.width,
+    "attribute of a keyword's default": lambda b, h, i, j, *, module=settings: abs(i - j) < module.width,
+    "module that it passes to a function": lambda b, h, i, j: abs(i - j) < width_of(settings),
 }
 
 
@@ -138,6 +151,55 @@ def test_edits_of_a_module_that_a_function_reads_are_seen(monkeypatch, name):
     assert not snapshot.is_current()
     monkeypatch.undo()
     assert snapshot.is_current()
+
+
+def with_attribute(b, h, i, j):
+    return abs(i - j) < with_attribute.width
+
+
+def test_edits_of_attributes_of_functions_are_seen():
+    for mask in (with_attribute, lambda b, h, i, j: abs(i - j) < with_attribute.width):
+        with_attribute.width = 5
+        near = cuflash.attention(Q, K, V, mask=mask)
+        with_attribute.width = 20
+        assert not (near == cuflash.attention(Q, K, V, mask=mask)).all()
+        with_attribute.width = 5
+        assert (near == cuflash.attention(Q, K, V, mask=mask)).all()
+
+
+def importing(b, h, i, j):
+    import settings_of_masks
+
+    return abs(i - j) < settings_of_masks.width
+
+
+def importing_a_name(b, h, i, j):
+    from settings_of_masks import width
+
+    return abs(i - j) < width
+
+
+def importing_numpy(b, h, i, j):
+    import numpy.linalg
+
+    return abs(i - j) < numpy.linalg.norm([3, 4])
+
+
+def test_functions_that_look_up_values_by_other_means_are_evaluated_at_each_call(monkeypatch):
+    monkeypatch.setitem(sys.modules, "settings_of_masks", settings)
+    assert Snapshot.of(importing_numpy) is not None
+    for mask in (
+        importing, importing_a_name,
+        lambda b, h, i, j: abs(i - j) < getattr(settings, "width"),
+        lambda b, h, i, j: abs(i - j) < vars(settings)["width"],
+        lambda b, h, i, j: abs(i - j) < settings.__dict__["width"], lambda b, h, i, j: abs(i - j) < globals()["WIDTH"],
+        lambda b, h, i, j: abs(i - j) < eval("WIDTH"), lambda b, h, i, j: importing(b, h, i, j),
+        lambda b, h, i, j: np.random.random(i.shape) < 0.5,
+    ):  # fmt: skip
+        assert Snapshot.of(mask) is None
+    near = cuflash.attention(Q, K, V, mask=importing)
+    monkeypatch.setattr(settings, "width", 20)
+    assert not (near == cuflash.attention(Q, K, V, mask=importing)).all()
 
 
 class Options:

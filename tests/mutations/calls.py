@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -61,6 +62,28 @@ def takes(call):
 
 def attends(**options):
     return lambda library: library.attention(**{"q": Q, "k": Q, "v": Q, **options})
+
+
+def attends_to_a_cache_by_scales(*scales):
+    """Return a call that attends to a cache on the simulator with each scale, and runs no kernel."""
+
+    def call(library):
+        step = part(library, "cache._passes").SimulatedStep
+        cache = library.KVCache(batch=1, num_kv_heads=2, head_dim=8, capacity=64, dtype=HALF.dtype)
+        cache.append(HALF[None], HALF[None])
+        with patch.object(step, "attend", lambda *arguments: None):
+            for scale in scales:
+                cache.attention(HALF[None, :, :1], scale=scale, executor="sim")
+
+    return call
+
+
+def scales_are_compared_as_floats(library):
+    """Check that a scale that equals an earlier one in its own narrow dtype has its own result."""
+    q = np.linspace(0, 1, 20)[:, None] * np.ones(8)
+    for scale in (0.3, np.float16(0.3)):
+        o = library.attention(q, q, q, scale=scale)
+    assert (o == library.plan(q, q, q, scale=scale).forward(q, q, q)[0]).all()
 
 
 def selects(**options):
@@ -203,6 +226,21 @@ FAULTS = {
         "do may be left out": Edit(
             "calls/pullback.py", "Pullback.__call__", 'ready._with_operands("backward", arrays, self.operands)',
             'ready._with_operands("backward", {n: x for n, x in arrays.items() if x is not None}, self.operands)',
+        ),
+    },
+    scales_are_compared_as_floats: {
+        "a key compares a scale in its own dtype": Edit(
+            "planning/options.py", "Options.key", "None if self.scale is None else float(self.scale)", "scale"
+        ),
+    },
+    refuses(attends_to_a_cache_by_scales(1, True), "scale must be a finite number or None; got True"): {
+        "a cache has kernels for any scale that equals another": Edit(
+            "cache/_passes.py", "_device_of", "not is_valid or", ""
+        ),
+    },
+    takes(lambda library: library.selectors.Budget(mass=0.3) != library.selectors.Budget(mass=np.float16(0.3))): {
+        "budgets of different precision are alike": Edit(
+            "selectors/budget.py", "Budget.__post_init__", "None if number is None else float(number)", "number"
         ),
     },
     refuses(attends(scale=True), "scale must be a finite number or None; got True"): {

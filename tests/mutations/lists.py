@@ -164,6 +164,24 @@ def within_settings(b, h, i, j):
     return abs(i - j) < _SETTINGS.width
 
 
+def within_default(b, h, i, j, module=_SETTINGS):
+    return abs(i - j) < module.width
+
+
+def width_of(module):
+    return module.width
+
+
+def importing(b, h, i, j):
+    import settings_of_masks
+
+    return abs(i - j) < settings_of_masks.width
+
+
+def widen(number):
+    _SETTINGS.width += number
+
+
 def edits_of_masks_are_seen(library: ModuleType) -> None:
     """Check that a call with a host mask is repeated if and only if the contents of the mask are unchanged."""
     room = library.masks
@@ -180,7 +198,9 @@ def edits_of_masks_are_seen(library: ModuleType) -> None:
         "array": (blocks, edit), "pattern": (room.BlockPattern(blocks, 5), edit), "function": (near, edit),
         "defaults": (near, lambda number: setattr(near, "__defaults__", (5 + number,))),
         "matrix": (matrix, lambda number: matrix.data.__setitem__(number, False)),
-        "module": (within_settings, lambda number: setattr(_SETTINGS, "width", _SETTINGS.width + number)),
+        "attribute": (near, lambda number: setattr(near, "most", number)),
+        "module": (within_settings, widen), "module of a default": (within_default, widen),
+        "module that is passed": (lambda b, h, i, j: abs(i - j) < width_of(_SETTINGS), widen),
     }  # fmt: skip
     taken = part(library, "masks._snapshot").Snapshot.of
     for mask, change in holders.values():
@@ -189,7 +209,10 @@ def edits_of_masks_are_seen(library: ModuleType) -> None:
             assert snapshot.is_current()
             change(number)
             assert not snapshot.is_current()
-    assert taken(lambda b, h, i, j: abs(i - j) < width[0]) is None
+    for unseen in (
+        lambda b, h, i, j: abs(i - j) < width[0], importing, lambda b, h, i, j: abs(i - j) < vars(_SETTINGS)["width"],
+    ):
+        assert taken(unseen) is None
     mask = room.BlockPattern(blocks, 5)
     library.attention(Q[:, :20], Q[:, :20], Q[:, :20], mask=mask)
     blocks[...] = True
@@ -231,12 +254,27 @@ FAULTS = {
         ),
         "an array is compared with itself": Edit(SNAPSHOT, "_copied", 'value.copy("K")', "value"),
         "what a function reads is not compared": Edit(
-            SNAPSHOT, "_parts", "yield cell.cell_contents", "yield None"
+            SNAPSHOT, "_read_by", "yield cell.cell_contents", "yield None"
         ),
         "attributes of modules are not compared": Edit(
-            SNAPSHOT, "_read_of_modules", "module not in seen and", "False and"
+            SNAPSHOT, "_of_modules", "module not in seen and", "False and"
         ),
-        "defaults are not compared": Edit(SNAPSHOT, "_parts", "yield value.__defaults__", "yield None"),
+        "modules in defaults are not compared": Edit(
+            SNAPSHOT, "_flat", "yield from _flat(value) if type(value) is tuple else (value,)", "yield value"
+        ),
+        "modules that other functions read are not compared": Edit(
+            SNAPSHOT, "_all_names", "yield from _all_names(each, seen)", "pass"
+        ),
+        "attributes of functions are not compared": Edit(
+            SNAPSHOT, "_read_by", "yield tuple(vars(function).items())", "pass"
+        ),
+        "modules that a function imports are not compared": Edit(
+            SNAPSHOT, "_names_what_it_reads", 'name.partition(".")[0] in _FIXED for', "True for"
+        ),
+        "values that a function looks up are not compared": Edit(
+            SNAPSHOT, "_names_what_it_reads", "_UNSEEN.isdisjoint(_names(code)) and", ""
+        ),
+        "defaults are not compared": Edit(SNAPSHOT, "_read_by", "yield function.__defaults__", "yield None"),
         "sparse arrays have no elements": Edit(
             SNAPSHOT, "_parts", "yield from (part for part in vars(value).values() if token(part) is None)", "pass"
         ),

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 from cuflash.compiler import source
 from cuflash.distributed._schedule import RECEIVING
+from cuflash.testing import Example, assert_within_bounds
 from cupy_machine import a_machine_for
 from lazy_lanes import LazyLanes
 from library_parts import part
@@ -372,11 +374,41 @@ def kernels_draw_at_places(library: ModuleType) -> None:
     np.testing.assert_allclose(o, (p * is_kept / (1 - dropout.p)) @ v, atol=1e-4)
 
 
+def masks_are_those_at_creation(library: ModuleType) -> None:
+    """Check that ranks attend to the keys that their mask allowed when it was passed, since only these are moved."""
+    elements = np.kron(np.eye(2, dtype=bool), np.ones((16, 16), bool))
+    q, k, v = Q[0, :2, :32], K[0, :2, :32], V[0, :2, :32]
+    pattern = library.masks.BlockPattern
+    for kind in (np.array, scipy.sparse.csr_array, lambda held: pattern(held[::16, ::16].copy(), 16)):
+
+        def rank(group: Any, kind: Any = kind) -> Any:
+            mask = kind(elements)
+            cp = part(library, "distributed").ContextParallel(
+                group, seqlen=32, num_heads=2, mask=mask, block=16, layout="contiguous", method="gather"
+            )
+            if isinstance(mask, scipy.sparse.csr_array):
+                mask.indices[...] = (mask.indices + 16) % 32
+            else:
+                getattr(mask, "blocks", mask)[...] = True
+            return cp.unshard(cp.attention(*map(cp.shard, (q, k, v))))
+
+        for o in part(library, "distributed").run(rank, size=2):
+            assert_within_bounds(Example(q=q, k=k, v=v, mask=elements), o=o)
+
+
 POSED, PASSES, STEPS, GROUP, THREADS, LANES, PROCESSES = (
     f"distributed/_{name}.py" for name in ("posed", "passes", "schedule", "group", "threads", "lanes", "processes")
 )
 PLACES, DRAWN = "masks/places.py", "planning/dropout_launches.py"
 FAULTS = {
+    masks_are_those_at_creation: {
+        "a mask is read again after rows were dealt": Edit(
+            "distributed/_parallel.py", "ContextParallel.__init__", "mask.to(deepcopy)", "mask"
+        ),
+        "an array is read again after rows were dealt": Edit(
+            "distributed/_parallel.py", "ContextParallel.__init__", "deepcopy(mask)", "mask"
+        ),
+    },
     ranks_agree: {
         "queries start at 0": Edit(POSED, "Posed.part", "Places(start, 0, 0,", "Places(0, 0, 0,"),
         "queries are adjacent": Edit(POSED, "Posed.part", "runs if len(runs) > 1 else ()", "()"),

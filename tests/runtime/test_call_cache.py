@@ -109,6 +109,17 @@ def test_an_owner_may_die_while_the_queue_is_renewed():
     assert cache.get("owned") is None and cache.get("again") == "call"
 
 
+@pytest.mark.parametrize("narrow", [np.float16(0.3), np.float32(0.3)])
+@pytest.mark.parametrize("is_narrow_first", [False, True])
+def test_scales_that_compare_equal_but_differ_have_calls_of_their_own(narrow, is_narrow_first):
+    """NumPy compares a narrow number with a Python number in its own dtype."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 8))
+    assert narrow == 0.3 and float(narrow) != 0.3
+    scales = (narrow, 0.3) if is_narrow_first else (0.3, narrow)
+    for scale, o in [(scale, cuflash.attention(q, k, v, scale=scale)) for scale in scales]:
+        assert (o == cuflash.plan(q, k, v, scale=scale).forward(q, k, v)[0]).all()
+
+
 def test_threads_may_use_it_at_the_same_time():
     cache, errors, start = CallCache(8), [], threading.Barrier(4)
 

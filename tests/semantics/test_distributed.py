@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import scipy.sparse
 from cuflash.distributed import ContextParallel, Machine, PeerLost, run
 from cuflash.distributed import _model as model
 from cuflash.distributed._agreement import fingerprint
@@ -22,7 +23,7 @@ from cuflash.distributed._schedule import (
 )  # fmt: skip
 from cuflash.distributed._threads import _Meeting as Meeting
 from cuflash.masks.shape import MaskShape
-from cuflash.testing import assert_within
+from cuflash.testing import Example, assert_within, assert_within_bounds
 from executors import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,6 +229,34 @@ def test_the_code_of_processes_agrees_with_one_call(size, method, many_groups):
     for results in ranks_of_a_store.run(processes, size, rank):
         for mine, wanted in zip(results, (o, *gradients, gradients["sink"])):
             np.testing.assert_allclose(mine, wanted, atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", ["array", "sparse array", "blocks"])
+@pytest.mark.parametrize("method", model.METHODS)
+def test_arrays_of_a_mask_are_those_at_creation(method, kind):
+    """Only rows of keys that the mask allowed at creation are moved, and the others hold no numbers."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 64, 8))
+    blocks = np.eye(4, dtype=bool)
+    elements = np.kron(blocks, np.ones((16, 16), bool))
+    held = {"array": elements.copy(), "sparse array": scipy.sparse.csr_array(elements), "blocks": blocks}[kind]
+    mask = masks.BlockPattern(held, 16) if kind == "blocks" else held
+    created = threading.Barrier(2)
+
+    def rank(group):
+        cp = ContextParallel(
+            group, seqlen=64, num_heads=2, mask=mask, block=16, method=method, layout="contiguous"
+        )
+        created.wait()
+        if group.rank == 0:
+            if kind == "sparse array":
+                held.indices[...] = (held.indices + 16) % 64
+            else:
+                held[...] = True
+        created.wait()
+        return cp.unshard(cp.attention(*map(cp.shard, (q, k, v))))
+
+    for o in run(rank, size=2):
+        assert_within_bounds(Example(q=q, k=k, v=v, mask=elements), o=o)
 
 
 def test_keys_may_have_their_own_layout():

@@ -15,6 +15,7 @@ from test_wrong_inputs import CALLS, DOCUMENTED, GOOD, precompile
 
 import cuflash
 from cuflash import BlockIndex, DeviceSpec, Dropout, KVCache, ShapeDtype, masks, patterns, reference, scores, selectors
+from cuflash.cache._passes import SimulatedStep
 from cuflash.selectors import Budget, Forced
 from cuflash.testing import strategies
 
@@ -31,6 +32,21 @@ PEAKS: dict[str, Any] = {"clock": 1.0, "hbm_bytes": 1.0}
 CACHE = {"batch": 1, "num_kv_heads": 2, "head_dim": 8, "capacity": 64, "dtype": "float32"}
 KV_BYTES = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": "float16"}
 CHIP = {"num_processors": 1, "tile_memory_bytes": 1 << 20, "cache_bytes": 0}
+
+
+def refused_after_one(monkeypatch: pytest.MonkeyPatch, scale: Any) -> None:
+    """Call a cache's kernels with scale=1, and then with another scale."""
+    monkeypatch.setattr(SimulatedStep, "attend", lambda *arguments: None)
+    cache, rows = KVCache(**{**CACHE, "dtype": "float16"}), Q4[:, :, :3].astype(np.float16)
+    cache.append(rows, rows)
+    for each in (1, scale):
+        cache.attention(rows[:, :, :1], scale=each, executor="sim")
+
+
+@pytest.mark.parametrize("scale", [True, np.True_, Fraction(1), Decimal(1), 1 + 0j], ids=repr)
+def test_scales_that_equal_one_are_refused_after_a_call_with_one(monkeypatch: pytest.MonkeyPatch, scale: Any) -> None:
+    with pytest.raises(cuflash.UnsupportedProblem, match="^scale must be a finite number or None; got "):
+        refused_after_one(monkeypatch, scale)
 
 
 def a_cache(batch: int = 1) -> KVCache:

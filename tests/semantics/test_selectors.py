@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import cupy_machine
 import device_double
 import numpy as np
 from cuflash.planning._call_cache import CALLS
@@ -13,7 +14,7 @@ import pytest
 from cuflash.selectors import Budget, Forced, budget as budgets, grid as grids
 from cuflash.testing import Example, assert_within_bounds
 from foreign import Foreign
-from executors import CPU, RUNS, Run, on_every_executor
+from executors import CPU, RUNS, Run, needs_compiler, on_every_executor
 from hypothesis import given
 from hypothesis import strategies as st
 from test_device_masks_gpu import captured
@@ -366,6 +367,17 @@ def test_calls_of_one_layout_are_not_mixed_up(monkeypatch: Any) -> None:
     assert [selected_with(change) for change in changes * 2] == fresh * 2 and len({str(each) for each in fresh}) > 5
     with pytest.raises(cuflash.UnsupportedProblem, match="budget must be a Budget"):
         grids.Grid.of(q, q, **usual | {"budgets": {"budget": 8}})
+
+
+@needs_compiler
+def test_budgets_of_narrow_numbers_are_not_mixed_up(monkeypatch: Any, tmp_path: Any) -> None:
+    """NumPy compares a narrow number with a Python number in its own dtype: float16(0.3), above 0.3, equals 0.3."""
+    x = np.random.default_rng(0).standard_normal((1, 160, 16)).astype(np.float16)
+    assert Budget(density=0.3) != Budget(density=np.float16(0.3))
+    with cupy_machine.installed(monkeypatch, tmp_path) as xp:
+        q = xp.asarray(x)
+        indices = [selectors.pooled(q, q, budget=Budget(density=each(0.3)), block=16) for each in (float, np.float16)]
+        assert [int((index._on_host.states() > 0).sum()) for index in indices] == [30, 40]
 
 
 def test_two_axes_are_one_head() -> None:
