@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import KVCache, UnsupportedProblem, masks
 from cuflash.testing import Example, assert_within_bounds
+from library_parts import part
 from refusals import refused
 
 RNG = np.random.default_rng(0)
@@ -392,6 +393,49 @@ def over_read_only_pages() -> KVCache:
 
 
 @pytest.mark.parametrize("num_kv_heads", [2**12, 2**31 - 1], ids=["more than there is", "more than can be addressed"])
+def check_interrupted_changes(library: Any) -> None:
+    """Check that changes which are interrupted at any step leave each sequence with its rows or with none."""
+    rows_of_cache, pool = part(library, "cache.paged_rows").PagedRows, part(library, "cache.pages").PagePool
+    k, row = normal(3, HEADS, 20, 8), normal(3, HEADS, 1, 8)
+    changes: list[tuple[Any, str, dict[str, int], Any, list[int]]] = [
+        (rows_of_cache, "copy", PAGES, lambda cache: cache.append(row, row), [20, 20, 3]),
+        (rows_of_cache, "copy", PAGES, lambda cache: cache.reserve([40, 40, 40]), [20, 20, 3]),
+        (rows_of_cache, "copy", {}, lambda cache: cache.fork(2, 1), [20, 0, 3]),
+        (pool, "_take", PAGES, lambda cache: cache.append(row, row), [20, 20, 3]),
+        (pool, "_drop", PAGES, lambda cache: cache.append(row, row), [20, 20, 3]),
+        (pool, "_drop", PAGES, lambda cache: cache.truncate([5, 20, 3]), [5, 20, 3]),
+        (pool, "_drop", PAGES, lambda cache: cache.reset([1]), [20, 0, 3]),
+        (pool, "_drop", PAGES, lambda cache: cache.fork(2, 1), [20, 0, 3]),
+    ]
+    for owner, name, pages, change, lengths in changes:
+        cache, original = library.KVCache(**SMALL, **pages), getattr(owner, name)
+        cache.append(k, k, counts=[20, 0, 3])
+        cache.fork(0, 1)
+
+        def interrupted(self: Any, *arguments: Any, original: Any = original, name: str = name) -> None:
+            if name != "copy":
+                original(self, *arguments)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, interrupted)
+            change(cache)
+        for _ in range(2):
+            cache.check()
+            assert cache.lengths.tolist() == lengths
+            for b, length in enumerate(lengths):
+                assert np.array_equal(cache.rows(b)[0][:, :3], k[0 if b == 1 else b, :, : min(length, 3)])
+                assert np.array_equal(cache.rows(b)[0][:, 16:length], k[0 if b == 1 else b, :, 16:length])
+            cache.append(row, row)
+            cache.truncate(lengths)
+            free = cache.num_free_pages
+            assert not pages or free == 15 - len({page for page in cache.block_table.ravel() if page >= 0})
+
+
+def test_a_change_that_is_interrupted_loses_no_rows() -> None:
+    check_interrupted_changes(cuflash)
+
+
 @pytest.mark.parametrize("more", [{}, {"page_size": 1024, "num_pages": 2**31 - 1}], ids=["contiguous", "pages"])
 def test_a_cache_without_room_is_an_error_before_its_tables_take_memory(
     more: dict[str, Any], num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
