@@ -44,7 +44,7 @@ class CacheState:
     ) -> None:
         self.rows, self.pages, self.lengths, self.capacity = rows, pages, lengths, capacity
         self.part_keys = None if part_keys is None else int(part_keys)
-        self.is_counted_on_device, self.device, self.steps = False, None, Steps(rows.k, rows.v)
+        self.is_counted_on_device, self.device, self.steps = False, None, Steps(*rows.held)
         if not isinstance(rows.k, np.ndarray):
             self.device = OnDevice(rows, self.layout, len(lengths), self.is_paged, self.steps)
 

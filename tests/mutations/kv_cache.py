@@ -17,7 +17,7 @@ from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_device_cache import check_calls_by_sequence, check_captures, check_interrupted_launch
-from test_kv_cache import check_interrupted_changes
+from test_kv_cache import check_interrupted_changes, check_overlaps
 
 SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)  # exceptions with which a guard reports a fault
 K = np.ones((2, 1, 3, 4), np.float32)
@@ -149,6 +149,11 @@ def an_interrupted_launch_counts_no_rows(library: ModuleType) -> None:
 def interrupted_changes_lose_no_rows(library: ModuleType) -> None:
     """Check that an interrupted change leaves each sequence with its rows or with none."""
     check_interrupted_changes(library)
+
+
+def results_overlap_nothing(library: ModuleType) -> None:
+    """Check that rows and results overlap no array of a cache or a call."""
+    check_overlaps(library)
 
 
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
@@ -314,6 +319,19 @@ FAULTS = {
         "a reset frees pages of rows": Edit(CHANGES, "reset", "state.lengths[row] = 0", "pass"),
         "an interrupted fork keeps its length": Edit(CHANGES, "fork", "state.lengths[target] = 0", "pass"),
         "an interrupted change loses pages": Edit(PAGES, "PagePool._counting", "self._count()", "pass"),
+    },
+    results_overlap_nothing: {
+        "cached calls write to scales": Edit(STATE, "CacheState.__init__", "*rows.held", "rows.k, rows.v"),
+        "results may be written to scales": Edit(
+            DOORS, "_own_arrays", "(rows.k, rows.v, rows.k_scale, rows.v_scale, rows.key_bounds)", "(rows.k, rows.v)"
+        ),
+        "results may be written to page bounds": Edit(
+            DOORS, "_own_arrays", "rows.v_scale, rows.key_bounds", "rows.v_scale"
+        ),
+        "results may be written to the sink": Edit(DOORS, "checked_queries", '"sink": sink,', ""),
+        "results may be written to a bias": Edit(
+            DOORS, "checked_queries", "**({} if score is None else score.arrays),", ""
+        ),
     },
     a_device_has_lengths_and_pages: {
         "rows are those that the host has counted": Edit(

@@ -432,6 +432,37 @@ def check_interrupted_changes(library: Any) -> None:
             assert not pages or free == 15 - len({page for page in cache.block_table.ravel() if page >= 0})
 
 
+def check_overlaps(library: Any) -> None:
+    """Check that rows and results overlap no array of a cache or a call, also if an equal call is cached."""
+    fp8 = library.KVCache(**SMALL | {"batch": 1, "capacity": 32, "dtype": ml_dtypes.float8_e4m3fn})
+    bounded = library.KVCache(**SMALL, page_size=16, num_pages=3, keeps_page_bounds=True)
+    k, of_one, buffer = normal(3, HEADS, 2, 8), normal(1, HEADS, 4, 8), np.zeros((3, HEADS, 2, 8), np.float32)
+    fp8.append(of_one, of_one)
+    of_fp8 = [scale.reshape(of_one.shape) for scale in (fp8.k_scale, fp8.v_scale)]
+    bounded.append(k, k)
+    calls: list[tuple[str, Any, Any, Any]] = [
+        ("scales of keys", lambda out: fp8.attention(of_one, out=out), of_one.copy(), of_fp8[0]),
+        ("scales of values", lambda out: fp8.append(of_one, out), of_one, of_fp8[1]),
+        ("page bounds", lambda out: bounded.attention(k, out=out), k.copy(), bounded.page_bounds),
+        ("sink", lambda out: bounded.attention(k, out=out, sink=buffer.ravel()[:HEADS]), k.copy(), buffer),
+        ("bias", lambda out: bounded.attention(k, out=out, bias=buffer.ravel()[:1]), k.copy(), buffer),
+    ]
+    for name, call, right, wrong in calls:
+        call(right)
+        before = wrong.tobytes()
+        try:
+            call(wrong)
+        except library.UnsupportedProblem as error:
+            assert "must not overlap" in str(error) and name in str(error)
+            assert wrong.tobytes() == before
+        else:
+            raise AssertionError(f"results are written to {name}")
+
+
+def test_results_overlap_no_array_of_a_cache_or_a_call() -> None:
+    check_overlaps(cuflash)
+
+
 def test_a_change_that_is_interrupted_loses_no_rows() -> None:
     check_interrupted_changes(cuflash)
 
