@@ -392,7 +392,6 @@ def over_read_only_pages() -> KVCache:
     return KVCache.over(*pages, TABLE, [0, 0])
 
 
-@pytest.mark.parametrize("num_kv_heads", [2**12, 2**31 - 1], ids=["more than there is", "more than can be addressed"])
 def check_interrupted_changes(library: Any) -> None:
     """Check that changes which are interrupted at any step leave each sequence with its rows or with none."""
     rows_of_cache, pool = part(library, "cache.paged_rows").PagedRows, part(library, "cache.pages").PagePool
@@ -467,6 +466,7 @@ def test_a_change_that_is_interrupted_loses_no_rows() -> None:
     check_interrupted_changes(cuflash)
 
 
+@pytest.mark.parametrize("num_kv_heads", [2**12, 2**31 - 1], ids=["more than there is", "more than can be addressed"])
 @pytest.mark.parametrize("more", [{}, {"page_size": 1024, "num_pages": 2**31 - 1}], ids=["contiguous", "pages"])
 def test_a_cache_without_room_is_an_error_before_its_tables_take_memory(
     more: dict[str, Any], num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
