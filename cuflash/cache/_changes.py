@@ -48,9 +48,9 @@ def truncate(state: CacheState, lengths: Counts) -> None:
         return
     assert isinstance(new_lengths, list)  # an array would have started counting on the device
     refuse(growth_reasons(new_lengths, state.lengths))
+    state.lengths = new_lengths  # before pages are freed: an interrupted call leaves no rows without pages
     for sequence, length in enumerate(new_lengths):
         state.pages.shrink(sequence, length)
-    state.lengths = new_lengths
 
 
 def reset(state: CacheState, rows: Counts | None) -> None:
@@ -63,10 +63,10 @@ def reset(state: CacheState, rows: Counts | None) -> None:
     reasons += capture_reasons("reset", state.pages) if state.is_counted_on_device else []
     refuse(reasons)
     for row in listed:
-        state.pages.shrink(row, 0)
         state.lengths[row] = 0
         if state.device is not None and state.is_counted_on_device:
             state.device.lengths[row] = 0
+        state.pages.shrink(row, 0)
     if state.is_counted_on_device:
         state.on_device()  # copy now, since a replayed graph copies nothing from the host
 
@@ -85,6 +85,8 @@ def fork(state: CacheState, source: int, target: int) -> None:
         fix = "use reset to empty the target"
         reasons.append(f"source must hold rows; got sequence {source}, which is empty: {fix}")
     refuse(reasons)
+    state.require_no_capture()
+    state.lengths[target] = 0  # until its rows are replaced
     for copy in state.pages.fork(source, target, state.lengths[source]):
         state.rows.copy(copy)
     state.lengths[target] = state.lengths[source]

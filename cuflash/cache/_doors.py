@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, namespace
+from ..arrays import UP_TO_FLOAT32, Array, ShapeDtype, accumulator_dtype, describe, flag_reasons, is_array, namespace
 from ..calls._call import Call
 from ..errors import collecting, refuse
 from ..executors import checks
@@ -58,7 +58,10 @@ def checked_queries(
         window = None if options.window is None else window_sides(options.window)
     reasons += flag_reasons("causal", options.causal)
     if not reasons:
-        reasons += out_reasons(out, (*q.shape[:3], v.shape[3]), q, {"q": q, **_own_arrays(cache)})
+        read = {"q": q, "sink": sink, **({} if score is None else score.arrays), **_own_arrays(cache)}
+        read |= lists_of(mask) if type(mask) is ChosenBlocks else {}
+        inputs = {name: array for name, array in read.items() if is_array(array)}
+        reasons += out_reasons(out, (*q.shape[:3], v.shape[3]), q, inputs)
         if q.shape[2] > cache.capacity:
             reasons.append(f"q must not have more rows than the capacity, {cache.capacity}; got {q.shape[2]}")
         reasons += sink_reasons(sink, q, k)
@@ -102,7 +105,10 @@ def _bound_step(cache: CacheState, request: Request, options: DecodeOptions) -> 
 
 def _own_arrays(cache: CacheState) -> dict[str, Array]:
     """Return the arrays that no array of a call may overlap, by their names in messages."""
-    return {"the cache's keys": cache.rows.k, "the cache's values": cache.rows.v}
+    names = "keys", "values", "scales of keys", "scales of values", "page bounds"
+    rows = cache.rows
+    arrays = zip(names, (rows.k, rows.v, rows.k_scale, rows.v_scale, rows.key_bounds))
+    return {f"the cache's {name}": array for name, array in arrays if array is not None}
 
 
 def _row_dtypes(cache: CacheState) -> tuple[np.dtype[np.generic], ...]:

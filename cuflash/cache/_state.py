@@ -11,7 +11,7 @@ from ..executors import checks
 from ..planning.decoding import CacheLayout
 from ..plans.conversion import as_arrays
 from .arguments import Counts, capacity_reason, excess_reasons, numbers, require_appended, shortage_reason
-from .on_device import OnDevice, device_reasons, is_capturing, is_on_device
+from .on_device import OnDevice, device_reasons, is_capturing, is_on_device, require_no_capture
 from .paged_rows import PagedRows
 from .pages import Growth, OwnPages, PagePool, growths, length_faults
 from .steps import Steps
@@ -44,7 +44,7 @@ class CacheState:
     ) -> None:
         self.rows, self.pages, self.lengths, self.capacity = rows, pages, lengths, capacity
         self.part_keys = None if part_keys is None else int(part_keys)
-        self.is_counted_on_device, self.device, self.steps = False, None, Steps(rows.k, rows.v)
+        self.is_counted_on_device, self.device, self.steps = False, None, Steps(*rows.held)
         if not isinstance(rows.k, np.ndarray):
             self.device = OnDevice(rows, self.layout, len(lengths), self.is_paged, self.steps)
 
@@ -152,6 +152,19 @@ class CacheState:
         for growth in wanted:
             self._grow(growth)
 
+    def require_no_capture(self) -> None:
+        """Refuse a call on rows that the host counts while CuPy's current stream is being captured.
+
+        Raises
+        ------
+        RuntimeError
+            The cache is on a GPU, and the stream is being captured.
+        """
+        if self.device is not None:
+            require_no_capture()
+
     def _grow(self, growth: Growth) -> None:
-        for copy in self.pages.grow(growth):
+        self.require_no_capture()  # a capture would delay the copies
+        for copy in self.pages.copies(growth):  # before tables change, so that an interrupted call loses no rows
             self.rows.copy(copy)
+        self.pages.grow(growth)

@@ -68,8 +68,9 @@ class KVCache:
     -----
     By default rows are counted on the host: lengths and page tables are Python ints, no call waits for the device, and
     invalid arguments are refused before anything is written. A cache on a GPU can be counted there instead
-    (`count_on_device`), and can then be captured into CUDA graphs. Calls on one cache must follow each other: order
-    calls on several streams by events.
+    (`count_on_device`), and can then be captured into CUDA graphs; until then a capture raises a RuntimeError. Calls on
+    one cache must follow each other: order calls on several streams by events. An interrupted call leaves each sequence
+    with its old rows, its new rows, or none.
 
     On a GPU, one kernel appends rows to all sequences, one decodes, and others compute attention of longer chunks; all
     of them access the rows in place. They support float16 and bfloat16 with head_dim and value_dim in multiples of 8,

@@ -21,6 +21,9 @@ from .pages import OwnPages, PagePool
 from .steps import AppendStep, DecodeStep, Request, StepCall, Steps
 
 
+_COUNT_FIRST = "a cache's lengths and page table must be on the device before a stream capture: call count_on_device()"
+
+
 class OnDevice:
     """The lengths and the page table of a cache on the current device, which the host writes and kernels update.
 
@@ -61,6 +64,7 @@ class OnDevice:
         if lengths is None:
             self._known_lengths = None
         elif lengths != self._known_lengths:
+            self._known_lengths = []  # an interrupted copy is repeated
             self._send(self.lengths, np.array(lengths, np.int32))
             self._known_lengths = list(lengths)
         if self.table is not None and isinstance(pages, PagePool) and pages.version != self._known_version:
@@ -68,10 +72,7 @@ class OnDevice:
             self._known_version = pages.version
 
     def _send(self, to: Array, array: Array) -> None:
-        if is_capturing():
-            raise RuntimeError(
-                "a cache's lengths and page table must be on the device before a stream capture: call count_on_device()"
-            )
+        require_no_capture()
         to[...] = namespace(to).asarray(array)
 
     def numbers(self, name: str, value: Counts | None) -> Array | None:
@@ -96,7 +97,8 @@ class OnDevice:
         """
         counts = self.numbers("counts", counts)
         step, addresses = step_call or self._bound_append(k, v, counts)
-        stream = self.steps.current_stream()
+        stream = self._stream()
+        self._known_lengths = None if new_lengths is None else []  # those of an interrupted call are sent again
         step.launch((*addresses, 0 if counts is None else counts.data.ptr), stream)
         self._known_lengths = None if new_lengths is None else list(new_lengths)  # the cache updates its own list
         self._after(step, stream, k, v, counts)
@@ -137,11 +139,18 @@ class OnDevice:
     def decode(self, step_call: StepCall, request: Request, o: Array, lse: Array | None, counts: Counts | None) -> None:
         """Launch the decode kernel; lse is None if the caller does not need it."""
         step, addresses = step_call
-        counts, stream = self.numbers("counts", counts), self.steps.current_stream()
+        counts, stream = self.numbers("counts", counts), self._stream()
         memory = self.steps.memory(step.nbytes)
         of_lse, of_counts = None if lse is None else lse.data.ptr, 0 if counts is None else counts.data.ptr
         step.launch((*addresses, o.data.ptr, of_counts, *step.places(memory.data.ptr, of_lse)), stream)
         self._after(step, stream, *request.arrays, o, lse, counts, memory)
+
+    def _stream(self) -> Any:
+        """Return the current stream; refuse a capture of rows that the host counts, which a replay would not change."""
+        stream = self.steps.current_stream()
+        if self._known_lengths is not None and stream.is_capturing():
+            raise RuntimeError(_COUNT_FIRST)
+        return stream
 
     def _after(self, step: AppendStep | DecodeStep, stream: Any, *arrays: Array) -> None:
         """Keep a captured call's arrays as long as the cache, since replays use them; wait if the step is checked."""
@@ -169,6 +178,12 @@ class OnDevice:
 def is_capturing() -> bool:
     """True if CuPy's current stream is being captured."""
     return bool(gpu.namespace().cuda.get_current_stream().is_capturing())
+
+
+def require_no_capture() -> None:
+    """Refuse a call on rows that the host counts while CuPy's current stream is being captured."""
+    if is_capturing():
+        raise RuntimeError(_COUNT_FIRST)
 
 
 def capture_reasons(what: str, pages: OwnPages | PagePool) -> list[str]:

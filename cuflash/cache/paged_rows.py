@@ -70,6 +70,11 @@ class PagedRows:
         return [array for array in (self.k, self.v, self.k_scale, self.v_scale) if array is not None]
 
     @property
+    def held(self) -> list[Array]:
+        """The arrays that hold the rows, and the bounds of pages."""
+        return self.arrays + ([] if self.key_bounds is None else [self.key_bounds])
+
+    @property
     def scales(self) -> dict[str, Array]:
         """The scales by their names in kernels; empty for plain rows."""
         return {name: x for name, x in (("k_scale", self.k_scale), ("v_scale", self.v_scale)) if x is not None}

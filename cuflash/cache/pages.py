@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -60,8 +61,11 @@ class OwnPages:
     def shortages(self, growths: Iterable[Growth]) -> list[Shortage]:
         return []
 
-    def grow(self, growth: Growth) -> list[Copy]:
+    def copies(self, growth: Growth) -> list[Copy]:
         return []
+
+    def grow(self, growth: Growth) -> None:
+        pass
 
     def shrink(self, sequence: int, length: int) -> None:
         pass
@@ -92,10 +96,12 @@ class PagePool:
     Examples
     --------
     >>> pool = PagePool(16, 4, [[], []])
-    >>> pool.grow(Growth(0, 0, 20)), pool.fork(0, 1, 20), pool.tables, pool.num_free
-    ([], [], [[0, 1], [0, 1]], 2)
-    >>> pool.grow(Growth(1, 20, 21))       # sequence 1 writes to a page that sequence 0 reads: it gets a copy
+    >>> pool.grow(Growth(0, 0, 20))
+    >>> pool.fork(0, 1, 20), pool.tables, pool.num_free
+    ([], [[0, 1], [0, 1]], 2)
+    >>> pool.copies(Growth(1, 20, 21))     # sequence 1 writes to a page that sequence 0 reads: it gets a copy
     [Copy(source=1, target=2, rows=4)]
+    >>> pool.grow(Growth(1, 20, 21))
     >>> pool.tables
     [[0, 1], [0, 2]]
     """
@@ -104,11 +110,9 @@ class PagePool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.tables = tables
-        self._references = Counter(page for table in tables for page in table)
-        rest = range(num_pages) if owns_rest else ()
-        self._free = [page for page in rest if page not in self._references][::-1]  # the last page is taken first
-        self._num_owned = len(self._references) + len(self._free)
+        self._owned = range(num_pages) if owns_rest else sorted({page for table in tables for page in table})
         self.version = 0  # changes whenever a table changes
+        self._count()
 
     def table(self, max_pages: int) -> np.ndarray:
         """Return the tables as int32 [batch, max_pages]; -1 marks a missing page."""
@@ -143,34 +147,40 @@ class PagePool:
             dropped |= {page: dropped.get(page, 0) + 1 for page in shared}
         return shortages
 
-    def grow(self, growth: Growth) -> list[Copy]:
-        """Give a sequence pages of its own for its new positions; return the rows that must be copied there first."""
+    def copies(self, growth: Growth) -> list[Copy]:
+        """Return the rows of a shared page that must be copied before `grow`, to the page that it takes first."""
+        place, rows = divmod(growth.length, self.page_size)
+        page = self.tables[growth.sequence][place] if rows else -1
+        return [Copy(page, self._free[-1], rows)] if self._references[page] > 1 else []
+
+    def grow(self, growth: Growth) -> None:
+        """Give a sequence pages of its own for its new positions."""
         if self._has_page(*growth):
-            return []
-        table, copies = self.tables[growth.sequence], []
-        for place, page in self._written(growth):
-            if self._references[page] > 1:
-                table[place] = self._take()
-                self._drop(page)
-                rows = growth.length - place * self.page_size
-                copies += [Copy(page, table[place], rows)] if rows > 0 else []
-        while len(table) < self._pages(growth.stop):
-            table.append(self._take())
-        return copies
+            return
+        table = self.tables[growth.sequence]
+        with self._counting():
+            for place, page in self._written(growth):
+                if self._references[page] > 1:
+                    table[place] = self._take()
+                    self._drop(page)
+            while len(table) < self._pages(growth.stop):
+                table.append(self._take())
 
     def shrink(self, sequence: int, length: int) -> None:
         """Free the pages of a sequence that no position below a length needs."""
         table = self.tables[sequence]
-        while len(table) > self._pages(length):
-            self._drop(table.pop())
+        with self._counting():
+            while len(table) > self._pages(length):
+                self._drop(table.pop())
 
     def fork(self, source: int, target: int, length: int) -> list[Copy]:
         """Let the target share the source's pages instead of its own."""
         shared = self.tables[source][: self._pages(length)]
-        self._references.update(shared)
-        self.shrink(target, 0)
-        self.tables[target].extend(shared)
-        self.version += 1
+        with self._counting():
+            self._references.update(shared)
+            self.shrink(target, 0)
+            self.tables[target].extend(shared)
+            self.version += 1
         return []
 
     def num_shared(self, sequence: int) -> int:
@@ -187,9 +197,24 @@ class PagePool:
         faults += [f"page {page} is in a table and outside of 0..{self.num_pages - 1}" for page in named
                    if not 0 <= page < self.num_pages]  # fmt: skip
         faults += [f"page {page} is in a table and free" for page in self._free if page in named]
-        if len(named) + len(set(self._free)) != self._num_owned:
-            faults.append(f"{len(named)} pages are in tables and {len(set(self._free))} free, of {self._num_owned}")
+        if len(named) + len(set(self._free)) != len(self._owned):
+            faults.append(f"{len(named)} pages are in tables and {len(set(self._free))} free, of {len(self._owned)}")
         return faults
+
+    def _count(self) -> None:
+        """Count the tables that name each page, and list the free pages, of which the last is taken first."""
+        self._references = Counter(page for table in self.tables for page in table)
+        self._free = [page for page in self._owned if page not in self._references][::-1]
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count pages from the tables if a change of the tables is interrupted."""
+        try:
+            yield
+        except BaseException:
+            self.version += 1
+            self._count()
+            raise
 
     def _has_page(self, sequence: int, length: int, stop: int) -> bool:
         """True if all new positions are on one page that this sequence, and no other, already has."""

@@ -196,20 +196,20 @@ class Steps:
 
     Parameters
     ----------
-    k, v : arrays
-        The cache's pages.
+    *own : arrays
+        The cache's pages, their scales and their bounds.
     """
 
-    def __init__(self, k: Array, v: Array) -> None:
-        self.k, self.v, xp = k, v, namespace(k)
+    def __init__(self, *own: Array) -> None:
+        self.own, xp = own, namespace(own[0])
         self._empty = xp.empty
         if xp is not np:
             self.current_stream = xp.cuda.get_current_stream
-        self._own = [(address(x) + low, address(x) + high) for x, (low, high) in ((x, reach(x)) for x in (k, v))]
+        self._own = [(address(x) + low, address(x) + high) for x, (low, high) in ((x, reach(x)) for x in own)]
         self._memory: list[Array] = []  # the last one is in use; a stream may still read the others
 
-    def __reduce__(self) -> tuple[type[Steps], tuple[Array, Array]]:
-        return Steps, (self.k, self.v)
+    def __reduce__(self) -> tuple[type[Steps], tuple[Array, ...]]:
+        return Steps, self.own
 
     def append(self, k: Array, v: Array) -> tuple[StepCall | None, Array, Array]:
         """Return a checked append for rows of this layout, or None, and k and v as arrays.

@@ -16,7 +16,8 @@ from foreign import Foreign
 from mutations.calls import refuses, takes
 from mutations.planting import Edit
 from mutations.python_guards import part
-from test_device_cache import check_calls_by_sequence
+from test_device_cache import check_calls_by_sequence, check_captures, check_interrupted_launch
+from test_kv_cache import check_interrupted_changes, check_overlaps
 
 SIGNS = (AssertionError, ValueError, IndexError, RuntimeError)  # exceptions with which a guard reports a fault
 K = np.ones((2, 1, 3, 4), np.float32)
@@ -133,6 +134,28 @@ def calls_by_sequence_read_lengths_of_the_host(library: ModuleType) -> None:
         check_calls_by_sequence(library, machine)
 
 
+def captures_change_nothing(library: ModuleType) -> None:
+    """Check that a capture changes nothing of a cache whose rows the host counts."""
+    with a_machine_for(library) as machine:
+        check_captures(library, machine)
+
+
+def an_interrupted_launch_counts_no_rows(library: ModuleType) -> None:
+    """Check that rows of an append that was interrupted after its launch are not attended."""
+    with a_machine_for(library) as machine:
+        check_interrupted_launch(library, machine)
+
+
+def interrupted_changes_lose_no_rows(library: ModuleType) -> None:
+    """Check that an interrupted change leaves each sequence with its rows or with none."""
+    check_interrupted_changes(library)
+
+
+def results_overlap_nothing(library: ModuleType) -> None:
+    """Check that rows and results overlap no array of a cache or a call."""
+    check_overlaps(library)
+
+
 def a_device_has_lengths_and_pages(library: ModuleType) -> None:
     """Check that the cache returns the lengths that the device counts, and sends it the pages whenever they change."""
     cache, module = filled(library, page_size=16, num_pages=4), part(library, "cache.on_device")
@@ -186,7 +209,7 @@ def forked_without_room(library: ModuleType) -> None:
 
 CHANGES, PAGES, ROWS = "cache/_changes.py", "cache/pages.py", "cache/paged_rows.py"
 GIVEN, ONE, ARGUMENTS = "cache/_changes.py", "cache/one_by_one.py", "cache/arguments.py"
-DOORS, STATE = "cache/_doors.py", "cache/_state.py"
+DOORS, STATE, DEVICE = "cache/_doors.py", "cache/_state.py", "cache/on_device.py"
 ODD_SINK = np.zeros((3, 1), np.float32)
 FAULTS = {
     operations_are_right: {
@@ -256,7 +279,7 @@ FAULTS = {
         "a page that one sequence writes to alone is counted as shared": Edit(
             PAGES, "PagePool.shortages", "dropped.get(page, 0) + 1", "0"
         ),
-        "a fork copies": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
+        "a fork takes pages": Edit(PAGES, "PagePool.grow", "> 1:", "> 0:"),
     },
     calls_by_sequence_read_lengths_of_the_host: {
         "steps that were bound before the device counted are run": Edit(
@@ -267,6 +290,47 @@ FAULTS = {
         ),
         "no call is refused after the first counts": Edit(
             STATE, "CacheState.counts_on_device", "self.is_counted_on_device or", ""
+        ),
+    },
+    captures_change_nothing: {
+        "pages are taken within a capture": Edit(STATE, "CacheState._grow", "self.require_no_capture()", "pass"),
+        "copies of a fork are captured": Edit(CHANGES, "fork", "state.require_no_capture()", "pass"),
+        "replays attend rows that the host has counted": Edit(
+            ONE, "OneByOneStep.attend", "require_no_capture()", "pass"
+        ),
+        "appends that the host counts are captured": Edit(
+            DEVICE, "OnDevice._stream", "if self._known_lengths is not None and stream.is_capturing():", "if False:"
+        ),
+    },
+    an_interrupted_launch_counts_no_rows: {
+        "a device keeps the lengths of an interrupted call": Edit(
+            DEVICE, "OnDevice.append", "self._known_lengths = None if new_lengths is None else []", "pass"
+        ),
+    },
+    interrupted_changes_lose_no_rows: {
+        "tables change before pages are copied": Edit(
+            STATE, "CacheState._grow",
+            "for copy in self.pages.copies(growth):",
+            "copies = self.pages.copies(growth)\nself.pages.grow(growth)\nfor copy in copies:",
+        ),
+        "pages are freed before sequences are shorter": Edit(
+            CHANGES, "truncate", "state.lengths = new_lengths", "state.lengths = list(state.lengths)"
+        ),
+        "a reset frees pages of rows": Edit(CHANGES, "reset", "state.lengths[row] = 0", "pass"),
+        "an interrupted fork keeps its length": Edit(CHANGES, "fork", "state.lengths[target] = 0", "pass"),
+        "an interrupted change loses pages": Edit(PAGES, "PagePool._counting", "self._count()", "pass"),
+    },
+    results_overlap_nothing: {
+        "cached calls write to scales": Edit(STATE, "CacheState.__init__", "*rows.held", "rows.k, rows.v"),
+        "results may be written to scales": Edit(
+            DOORS, "_own_arrays", "(rows.k, rows.v, rows.k_scale, rows.v_scale, rows.key_bounds)", "(rows.k, rows.v)"
+        ),
+        "results may be written to page bounds": Edit(
+            DOORS, "_own_arrays", "rows.v_scale, rows.key_bounds", "rows.v_scale"
+        ),
+        "results may be written to the sink": Edit(DOORS, "checked_queries", '"sink": sink,', ""),
+        "results may be written to a bias": Edit(
+            DOORS, "checked_queries", "**({} if score is None else score.arrays),", ""
         ),
     },
     a_device_has_lengths_and_pages: {

@@ -277,6 +277,72 @@ def test_forked_pages_are_copied_before_the_device_writes_to_them(xp: Any) -> No
     assert np.array_equal(pages[2, :, :4], pages[1, :, :4]) and not np.array_equal(pages[2, :, 4], pages[1, :, 4])
 
 
+def check_captures(library: Any, xp: Any) -> None:
+    """Check that a stream capture changes nothing of a cache whose rows the host counts, and refuses its calls.
+
+    The capture would delay the copy of a shared page, and no replay would change the lengths on the host.
+    """
+    row, news = xp.asarray(normal(3, HEADS, 1, 64)), xp.asarray(np.ones(3, np.int32))
+    calls: dict[str, Any] = {
+        "append": lambda cache: cache.append(row, row), "counts": lambda cache: cache.append(row, row, counts=news),
+        "attention": lambda cache: cache.attention(row),
+        "by sequence": lambda cache: cache.attention(row, kernel="simt"),
+        "count": lambda cache: cache.count_on_device(), "fork": lambda cache: cache.fork(1, 2),
+        "reserve": lambda cache: cache.reserve([40, 40, 40]),
+    }  # fmt: skip
+    for pages, is_forked in (("pages", True), ("pages", False), ("contiguous", False)):
+        for name, call in calls.items():
+            if not is_forked and name in ("count", "counts") or pages == "contiguous" and name == "reserve":
+                continue  # such calls only look at lengths that are on the device, and so may be captured
+            cache = library.KVCache(**SIZES, **PAGED[pages], xp=xp)
+            k = xp.asarray(normal(3, HEADS, 20, 64))
+            cache.append(k, k, counts=[20, 17, 3])
+            if is_forked:
+                cache.fork(0, 1)
+            cache.attention(row), cache.attention(row, kernel="simt")
+            before = [cache.rows(b)[0].get().copy() for b in range(3)]
+            lengths, table, stream = cache.lengths.get(), cache.block_table.get(), xp.cuda.Stream(non_blocking=True)
+            xp.cuda.get_current_stream().synchronize()
+            with stream:
+                stream.begin_capture()
+                try:
+                    call(cache)
+                except (library.UnsupportedProblem, RuntimeError) as error:
+                    assert "stream capture" in str(error), error
+                else:
+                    raise AssertionError(f"{name} is captured while the host counts rows")
+                finally:
+                    stream.end_capture()
+            assert np.array_equal(cache.lengths.get(), lengths) and np.array_equal(cache.block_table.get(), table)
+            assert all(np.array_equal(cache.rows(b)[0].get(), rows) for b, rows in enumerate(before))
+
+
+def test_a_capture_changes_nothing_of_a_cache_that_the_host_counts(xp: Any) -> None:
+    check_captures(cuflash, xp)
+
+
+def check_interrupted_launch(library: Any, machine: Any) -> None:
+    """Check that rows are not attended whose append was interrupted after its kernel had counted them."""
+    cache = library.KVCache(**SIZES, xp=machine)
+    k, row = machine.asarray(normal(3, HEADS, 5, 64)), machine.asarray(normal(3, HEADS, 1, 64))
+    cache.append(k, k)
+    wanted, launch = cache.attention(row).get(), machine.cuda.driver.launchKernel
+
+    def interrupted(*arguments: Any) -> None:
+        launch(*arguments)
+        raise KeyboardInterrupt
+
+    machine.cuda.driver.launchKernel = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cache.append(row, row)
+    machine.cuda.driver.launchKernel = launch
+    assert cache.lengths.get().tolist() == [5, 5, 5] and np.array_equal(cache.attention(row).get(), wanted)
+
+
+def test_an_append_that_is_interrupted_appends_nothing(cupy: Any) -> None:
+    check_interrupted_launch(cuflash, cupy)
+
+
 def test_a_device_does_not_write_to_shared_pages(xp: Any) -> None:
     """On the host, a fork gets a page of its own before rows are written to it; the device takes no new pages."""
     k = xp.asarray(normal(3, HEADS, 40, 64))

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import KVCache, UnsupportedProblem, masks
 from cuflash.testing import Example, assert_within_bounds
+from library_parts import part
 from refusals import refused
 
 RNG = np.random.default_rng(0)
@@ -389,6 +390,80 @@ def over_read_only_pages() -> KVCache:
     pages = normal(2, 3, 2, 16, 8)
     pages.flags.writeable = False
     return KVCache.over(*pages, TABLE, [0, 0])
+
+
+def check_interrupted_changes(library: Any) -> None:
+    """Check that changes which are interrupted at any step leave each sequence with its rows or with none."""
+    rows_of_cache, pool = part(library, "cache.paged_rows").PagedRows, part(library, "cache.pages").PagePool
+    k, row = normal(3, HEADS, 20, 8), normal(3, HEADS, 1, 8)
+    changes: list[tuple[Any, str, dict[str, int], Any, list[int]]] = [
+        (rows_of_cache, "copy", PAGES, lambda cache: cache.append(row, row), [20, 20, 3]),
+        (rows_of_cache, "copy", PAGES, lambda cache: cache.reserve([40, 40, 40]), [20, 20, 3]),
+        (rows_of_cache, "copy", {}, lambda cache: cache.fork(2, 1), [20, 0, 3]),
+        (pool, "_take", PAGES, lambda cache: cache.append(row, row), [20, 20, 3]),
+        (pool, "_drop", PAGES, lambda cache: cache.append(row, row), [20, 20, 3]),
+        (pool, "_drop", PAGES, lambda cache: cache.truncate([5, 20, 3]), [5, 20, 3]),
+        (pool, "_drop", PAGES, lambda cache: cache.reset([1]), [20, 0, 3]),
+        (pool, "_drop", PAGES, lambda cache: cache.fork(2, 1), [20, 0, 3]),
+    ]
+    for owner, name, pages, change, lengths in changes:
+        cache, original = library.KVCache(**SMALL, **pages), getattr(owner, name)
+        cache.append(k, k, counts=[20, 0, 3])
+        cache.fork(0, 1)
+
+        def interrupted(self: Any, *arguments: Any, original: Any = original, name: str = name) -> None:
+            if name != "copy":
+                original(self, *arguments)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, interrupted)
+            change(cache)
+        for _ in range(2):
+            cache.check()
+            assert cache.lengths.tolist() == lengths
+            for b, length in enumerate(lengths):
+                assert np.array_equal(cache.rows(b)[0][:, :3], k[0 if b == 1 else b, :, : min(length, 3)])
+                assert np.array_equal(cache.rows(b)[0][:, 16:length], k[0 if b == 1 else b, :, 16:length])
+            cache.append(row, row)
+            cache.truncate(lengths)
+            free = cache.num_free_pages
+            assert not pages or free == 15 - len({page for page in cache.block_table.ravel() if page >= 0})
+
+
+def check_overlaps(library: Any) -> None:
+    """Check that rows and results overlap no array of a cache or a call, also if an equal call is cached."""
+    fp8 = library.KVCache(**SMALL | {"batch": 1, "capacity": 32, "dtype": ml_dtypes.float8_e4m3fn})
+    bounded = library.KVCache(**SMALL, page_size=16, num_pages=3, keeps_page_bounds=True)
+    k, of_one, buffer = normal(3, HEADS, 2, 8), normal(1, HEADS, 4, 8), np.zeros((3, HEADS, 2, 8), np.float32)
+    fp8.append(of_one, of_one)
+    of_fp8 = [scale.reshape(of_one.shape) for scale in (fp8.k_scale, fp8.v_scale)]
+    bounded.append(k, k)
+    calls: list[tuple[str, Any, Any, Any]] = [
+        ("scales of keys", lambda out: fp8.attention(of_one, out=out), of_one.copy(), of_fp8[0]),
+        ("scales of values", lambda out: fp8.append(of_one, out), of_one, of_fp8[1]),
+        ("page bounds", lambda out: bounded.attention(k, out=out), k.copy(), bounded.page_bounds),
+        ("sink", lambda out: bounded.attention(k, out=out, sink=buffer.ravel()[:HEADS]), k.copy(), buffer),
+        ("bias", lambda out: bounded.attention(k, out=out, bias=buffer.ravel()[:1]), k.copy(), buffer),
+    ]
+    for name, call, right, wrong in calls:
+        call(right)
+        before = wrong.tobytes()
+        try:
+            call(wrong)
+        except library.UnsupportedProblem as error:
+            assert "must not overlap" in str(error) and name in str(error)
+            assert wrong.tobytes() == before
+        else:
+            raise AssertionError(f"results are written to {name}")
+
+
+def test_results_overlap_no_array_of_a_cache_or_a_call() -> None:
+    check_overlaps(cuflash)
+
+
+def test_a_change_that_is_interrupted_loses_no_rows() -> None:
+    check_interrupted_changes(cuflash)
 
 
 @pytest.mark.parametrize("num_kv_heads", [2**12, 2**31 - 1], ids=["more than there is", "more than can be addressed"])

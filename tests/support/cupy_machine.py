@@ -85,7 +85,8 @@ class Ndarray:
         return self._like(self.host[_hosts(key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.host[_hosts(key)] = getattr(value, "host", value)
+        to, places, values = self.host, _hosts(key), getattr(value, "host", value)
+        self.machine.stream.do(lambda: to.__setitem__(places, values))
 
     def __bool__(self) -> bool:
         return bool(self.host)
