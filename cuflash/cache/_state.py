@@ -131,8 +131,7 @@ class CacheState:
         if self.is_paged:
             shortages = self.pages.shortages(to_ends)
             refuse([shortage_reason("pages", each, self.pages.num_pages) for each in shortages])
-            for growth in to_ends:
-                self._grow(growth)
+            self._grow(to_ends)
         self.on_device()
         self.is_counted_on_device = True
 
@@ -149,8 +148,7 @@ class CacheState:
         if not reasons:
             reasons = [shortage_reason(name, each, self.pages.num_pages) for each in self.pages.shortages(wanted)]
         refuse(reasons)
-        for growth in wanted:
-            self._grow(growth)
+        self._grow(wanted)
 
     def require_no_capture(self) -> None:
         """Refuse a call on rows that the host counts while CuPy's current stream is being captured.
@@ -163,8 +161,10 @@ class CacheState:
         if self.device is not None:
             require_no_capture()
 
-    def _grow(self, growth: Growth) -> None:
+    def _grow(self, wanted: list[Growth]) -> None:
+        """Give sequences pages of their own for their new positions."""
         self.require_no_capture()  # a capture would delay the copies
-        for copy in self.pages.copies(growth):  # before tables change, so that an interrupted call loses no rows
-            self.rows.copy(copy)
-        self.pages.grow(growth)
+        for growth in wanted:
+            for copy in self.pages.copies(growth):  # before tables change, so that an interrupted call loses no rows
+                self.rows.copy(copy)
+            self.pages.grow(growth)
