@@ -147,7 +147,8 @@ def _executed(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
                 return run(call.held, *arrays)
     traced: Callable[..., list[jax.Array]]
     traced = call.cached("jax pass", lambda: jax.jit(partial(bind_pass, one)), *key, in_memory)
-    return traced(*arrays)
+    with jax.disable_jit(False):  # within `jax.disable_jit` the function would call this one again
+        return traced(*arrays)
 
 
 def _refused(*arrays: jax.Array, **parameters: Any) -> NoReturn:

@@ -294,6 +294,9 @@ FAULTS = {
         "gradients are those of an edited mask": Edit(
             "jax/_entry.py", "_with_contents", "looked_up, False, own)", "looked_up, True, own)"
         ),
+        "a function that is not compiled calls itself": Edit(
+            "jax/_primitives.py", "_executed", "with jax.disable_jit(False):", "if True:"
+        ),
         "edits are not seen": Edit(
             "planning/lookup.py", "Lookup.find", "call if snapshot.is_current() else None", "call"
         ),

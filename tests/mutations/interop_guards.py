@@ -449,15 +449,18 @@ def new_contents_of_jax_compile_nothing(library: ModuleType) -> None:
 
 
 def contents_of_jax_on_the_host_are_right(library: ModuleType) -> None:
-    """Check eager calls with masks of NumPy arrays: edits, where results lie, what is left, tangents of integers."""
+    """Check eager calls with masks of arrays: edits, places of results, what is left, tangents of integers, no jit."""
     jax = pytest.importorskip("jax")
-    from test_jax_contents import check_edits, check_integers, check_places, check_that_nothing_is_left
+    from test_jax_contents import (
+        check_edits, check_integers, check_places, check_that_nothing_is_left, check_without_jit,
+    )  # fmt: skip
 
     with jax.default_device(jax.devices("cpu")[0]):
         check_edits(library)
         check_places(library)
         check_that_nothing_is_left(library, 4)
         check_integers(library)
+        check_without_jit(library)
 
 
 def arrays_of_jax_are_right(library: ModuleType) -> None:

@@ -164,6 +164,30 @@ def test_results_lie_where_the_arrays_lie():
     check_places(cuflash)
 
 
+def check_without_jit(library):
+    """Check that `jax.disable_jit`, which shows values to debuggers, changes no bit of results and derivatives."""
+    q, k, v = (jnp.asarray(array, np.float32) for array in (Q, K, V))
+    for mask in (None, library.masks.Causal(), elements(0), library.masks.Documents(jnp.arange(LENGTH) // 7)):
+
+        def total(q, mask=mask):
+            return part(library, "jax").attention(q, k, v, mask=mask).sum()
+
+        def derivatives():
+            tangents = jax.jvp(jax.grad(total), (q,), (q,))
+            return total(q), jax.grad(total)(q), tangents, jax.vmap(total)(jnp.stack([q, q]))
+
+        expected = derivatives()
+        with jax.disable_jit():
+            actual = derivatives()
+        for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_derivatives_are_the_same_without_jit():
+    check_without_jit(cuflash)
+
+
 @pytest.mark.usefixtures("on_the_host")
 def test_mapped_and_checked_calls_take_new_contents(monkeypatch):
     q, k, v = map(jnp.asarray, (Q, K, V))
