@@ -261,9 +261,6 @@ FAULTS = {
         "q's tangent moves no score": Edit(
             HOST, "HostTangents._raw", "(k.x, q.dot), (k.dot, q.x)", "(k.x, None), (k.dot, q.x)"
         ),
-        "masked keys count": Edit(
-            HOST, "HostTangents.jvp_rows", "x in (p, f_dot, is_seen)", "x in (p, f_dot)"
-        ),
         "tangents of scores lack their power of two": Edit(
             HOST, "HostTangents._raw", "s_dot *= call.wide(call.score_factor)", "pass"
         ),
