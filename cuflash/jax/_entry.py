@@ -22,7 +22,7 @@ from ._checks import array_reasons, has_data, holds_data, require, traced_reason
 from ._primitives import bind
 
 # Runs a call on its options without arrays, its lookup and its arrays by name.
-_Entry: TypeAlias = Callable[[Options, Lookup, dict[str, jax.Array]], jax.Array | tuple[jax.Array, jax.Array]]
+_Entry: TypeAlias = "Callable[[Options, Lookup, dict[str, jax.Array]], jax.Array | tuple[jax.Array, jax.Array]]"
 
 
 def called(
