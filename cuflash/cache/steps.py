@@ -196,20 +196,20 @@ class Steps:
 
     Parameters
     ----------
-    *own : arrays
+    *arrays : arrays
         The cache's pages, their scales and their bounds.
     """
 
-    def __init__(self, *own: Array) -> None:
-        self.own, xp = own, namespace(own[0])
+    def __init__(self, *arrays: Array) -> None:
+        self.arrays, xp = arrays, namespace(arrays[0])
         self._empty = xp.empty
         if xp is not np:
             self.current_stream = xp.cuda.get_current_stream
-        self._own = [(address(x) + low, address(x) + high) for x, (low, high) in ((x, reach(x)) for x in own)]
+        self._spans = [(address(x) + low, address(x) + high) for x, (low, high) in ((x, reach(x)) for x in arrays)]
         self._memory: list[Array] = []  # the last one is in use; a stream may still read the others
 
     def __reduce__(self) -> tuple[type[Steps], tuple[Array, ...]]:
-        return Steps, self.own
+        return Steps, self.arrays
 
     def append(self, k: Array, v: Array) -> tuple[StepCall | None, Array, Array]:
         """Return a checked append for rows of this layout, or None, and k and v as arrays.
@@ -242,7 +242,7 @@ class Steps:
             CALLS.put(other, step, self)
         addresses = list(map(_address, arrays))
         looked_at = addresses if out is None else [*addresses, _address(out)]
-        return StepCall(step, addresses) if step.takes(looked_at, self._own) else None
+        return StepCall(step, addresses) if step.takes(looked_at, self._spans) else None
 
     def keep_append(self, k: Array, v: Array, step: Step) -> StepCall:
         """Cache the step for rows that have been checked, unless rows at such addresses need checks at each call."""
@@ -254,7 +254,7 @@ class Steps:
 
     def _kept(self, key: Hashable, arrays: list[Array], step: Step, out: Array | None = None) -> StepCall:
         addresses = list(map(_address, arrays))
-        if key is not None and step.takes(addresses if out is None else [*addresses, _address(out)], self._own):
+        if key is not None and step.takes(addresses if out is None else [*addresses, _address(out)], self._spans):
             CALLS.put(key, step, self)
         return StepCall(step, addresses)
 

@@ -55,7 +55,7 @@ class ContextParallel:
         Number of adjacent rows that stay on one rank.
     **options : optional
         Options of `cuflash.attention`, and `wrt` of `cuflash.attention_vjp`. Arrays among them must be
-        whole on every rank. Arrays of a mask are copied now.
+        whole on every rank. Arrays of a mask are copied; later edits have no effect.
 
     Raises
     ------

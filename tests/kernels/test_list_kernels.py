@@ -156,7 +156,7 @@ def test_calls_list_no_mask_of_several_arrays_or_of_many_axes():
 def check_large_grids(library=cuflash):
     """Check that kernels list no grid of which they cannot add the numbers of a block and of a thread in int32.
 
-    The grids are one of as many blocks as kernels list, one of more blocks, and one with rows for more threads.
+    The first grid has the largest number of blocks, the second one more row, and the third too many rows for threads.
     """
     source_of = part(library, "planning.list_kernels").ListSource.of
     pattern = library.masks.BlockPattern(device.to_device(np.ones((1, 1), bool)), (1 << 25, 1 << 20))
