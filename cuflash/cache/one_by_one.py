@@ -24,6 +24,7 @@ from ..scores.places import in_cache, names_in_cache
 from ..scores.score import Score
 from ._passes import DecodeOptions
 from ._state import CacheState
+from .on_device import require_no_capture
 from .steps import AttendStep, Request, lists_of
 
 _EVERY = Band()
@@ -64,7 +65,8 @@ class OneByOneStep(AttendStep):
         self, cache: CacheState, request: Request, o: Array, lse: Array | None, counts: Sequence[int] | None
     ) -> None:
         """Compute o and lse; the first counts[b] rows of q belong to sequence b, or all rows if `counts` is None."""
-        cache.require_no_capture()  # a replay would not see later lengths
+        if cache.device is not None:
+            require_no_capture()  # a replay would not see later lengths
         q, sink, lse = request.q, request.sink, self.make_lse() if lse is None else lse
         for sequence, (table, length) in enumerate(zip(cache.pages.tables, cache.lengths)):
             own_sink, new = sink_of(sink, sequence), q.shape[2] if counts is None else counts[sequence]

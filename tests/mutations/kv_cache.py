@@ -296,7 +296,7 @@ FAULTS = {
         "pages are taken within a capture": Edit(STATE, "CacheState._grow", "self.require_no_capture()", "pass"),
         "copies of a fork are captured": Edit(CHANGES, "fork", "state.require_no_capture()", "pass"),
         "replays attend rows that the host has counted": Edit(
-            ONE, "OneByOneStep.attend", "cache.require_no_capture()", "pass"
+            ONE, "OneByOneStep.attend", "require_no_capture()", "pass"
         ),
         "appends that the host counts are captured": Edit(
             DEVICE, "OnDevice._stream", "if self._known_lengths is not None and stream.is_capturing():", "if False:"
