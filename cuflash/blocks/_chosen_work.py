@@ -226,7 +226,7 @@ def chosen_work(mask: Mask, shape: MaskShape) -> ChosenWork | None:
 
 def _lists(mask: Mask) -> tuple[BlockIndex, int] | None:
     """Return a host mask's lists as an index with blocks of one query, and the heads per list; None without lists."""
-    if isinstance(mask, ResolvedChosen) and namespace(mask.source.blocks) is np:
+    if isinstance(mask, ResolvedChosen) and mask.source.sequences is None and namespace(mask.source.blocks) is np:
         assert isinstance(mask.cells, BlockSet)
         batch, num_heads, seqlen_q, _ = mask.cells.grid
         shape = MaskShape((batch,), num_heads, seqlen_q, mask.shape.seqlen_kv)

@@ -146,6 +146,11 @@ def _mask_reasons(cache: CacheState, mask: ChosenBlocks | None, q: Array) -> lis
             f"{describe(mask)}: pass causal= and window= for other masks"
         ]
     reasons: list[str] = []
+    if mask.sequences is not None:
+        reasons.append(
+            "mask must not have sequences, since block numbers of a cache count from each sequence's first position; "
+            f"got sequences={mask.sequences}: leave it out"
+        )
     with collecting(reasons):
         mask.require_heads(int(q.shape[1]), int(cache.rows.k.shape[1]))
         mask.resolve(MaskShape((int(q.shape[0]),), int(q.shape[1]), int(q.shape[2]), cache.capacity))

@@ -718,7 +718,8 @@ class KVCache:
             with collecting(reasons):
                 scored = score_of(score, softcap, bias, state.rows.k)
         request = Request(q, out, sink, options, scored, mask)
-        if not reasons and type(return_lse) is bool and (mask is None or type(mask) is ChosenBlocks):
+        is_list = type(mask) is ChosenBlocks and mask.sequences is None
+        if not reasons and type(return_lse) is bool and (mask is None or is_list):
             step_call, request = state.steps.decode(request)
         if step_call is None:
             reasons += flag_reasons("return_lse", return_lse)

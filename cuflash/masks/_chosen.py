@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -16,14 +16,16 @@ from ..arrays import (
 )  # fmt: skip
 from ..errors import UnsupportedProblem, collecting, refuse
 from ..keywords import explains_keywords
-from .base import Mask
+from .base import Mask, intersection
 from .block_set import BlockGrid, BlockSet
 from .content import DeviceForm, held_arrays, held_masks
-from .coordinates import UNBOUNDED, Intervals, LeadingArray, leading_reasons, widened
+from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, leading_reasons, widened
 from .fields import take_arrays
+from .sequences import Sequences
 from .shape import MAX_SEQLEN, MaskShape, broadcasts_to
 
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+_STEP = 16  # kernels join lists of blocks of multiples of 16 keys
 
 
 @explains_keywords
@@ -44,11 +46,14 @@ class ChosenBlocks(Mask):
     counts : int array [..., heads, seqlen_q], optional
         How many entries at the start of each list are used; by default all. It broadcasts to the axes of `blocks`
         before the last.
+    sequences : Sequences, optional
+        Packed sequences, each with blocks of its own: block numbers count from the first key of the query's sequence,
+        and the other sequences are masked, as by ``& sequences``. Lists of queries outside all sequences are ignored.
 
     Raises
     ------
     TypeError
-        `blocks` or `counts` is not an array.
+        `blocks` or `counts` is not an array, or `sequences` is not a `Sequences`.
     UnsupportedProblem
         `blocks` or `counts` has a wrong dtype or too few axes, or `block` is not a positive int. Calls, and `resolve`,
         raise it if the lists do not fit the problem, or if lists on the host contain a number outside the blocks.
@@ -78,12 +83,25 @@ class ChosenBlocks(Mask):
            [1, 1, 0, 0, 0, 0],
            [1, 1, 1, 1, 0, 0],
            [0, 0, 1, 1, 1, 1]])
+
+    Two sequences of three tokens, in blocks of two:
+
+    >>> from cuflash import masks
+    >>> packed = ChosenBlocks(np.array([[0], [0], [1]] * 2), block=2, sequences=masks.Sequences.of([3, 3]))
+    >>> packed.toarray(6).astype(int)
+    array([[1, 1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0, 0],
+           [0, 0, 1, 0, 0, 0],
+           [0, 0, 0, 1, 1, 0],
+           [0, 0, 0, 1, 1, 0],
+           [0, 0, 0, 0, 0, 1]])
     """
 
     blocks: Array
     block: int
     _: KW_ONLY
     counts: Array | None = None
+    sequences: Sequences | None = None
 
     def __post_init__(self) -> None:
         take_arrays(self, {"blocks": "blocks", "counts": "counts"})
@@ -91,6 +109,9 @@ class ChosenBlocks(Mask):
             value = getattr(self, name)
             if (value is not None or name == "blocks") and not is_array(value):
                 raise TypeError(no_array(name, value))
+        if not isinstance(self.sequences, Sequences | None):
+            fix = "write sequences=masks.Sequences(offsets)"
+            raise TypeError(f"sequences must be a masks.Sequences or None; got {describe(self.sequences)}: {fix}")
         reasons = []
         if self.blocks.dtype not in _DTYPES or self.blocks.ndim < 2:
             is_narrow = is_integer_dtype(self.blocks.dtype) and self.blocks.ndim >= 2
@@ -107,15 +128,17 @@ class ChosenBlocks(Mask):
         refuse(reasons)
 
     @property
-    def _natural_block(self) -> tuple[int, int]:
-        return 1, self.block
+    def _natural_block(self) -> tuple[int, int] | None:
+        return (1, self.block) if self.sequences is None else None
 
     @property
     def _own_lengths(self) -> tuple[int | None, int | None]:
         return int(self.blocks.shape[-2]), None
 
     @property
-    def _device_form(self) -> DeviceForm:
+    def _device_form(self) -> DeviceForm | None:
+        if self.sequences is not None:  # whose offsets kernels would have to read
+            return None
         counts = () if self.counts is None else (self.counts,)
         return DeviceForm((self.blocks, *counts), (self.block, len(counts)))
 
@@ -170,10 +193,55 @@ class ChosenBlocks(Mask):
                 f"counts must broadcast to the axes of blocks before the last, {axes[:-1]}; got shape "
                 f"{tuple(self.counts.shape)}"
             )
+        sequences = None
+        if self.sequences is not None:
+            with collecting(reasons):
+                sequences = self.sequences.resolve(shape)
         refuse(reasons)
-        if {namespace(array) for array in held_arrays(self)} == {np}:
+        is_on_host = {namespace(array) for array in held_arrays(self)} == {np}
+        if is_on_host:
             self.require_numbers(shape.seqlen_kv)
-        return ResolvedChosen(self, shape)
+        if sequences is None:
+            return ResolvedChosen(self, shape)
+        unit = self._aligned_block() if is_on_host else None
+        lists = self if unit is None else self._in_blocks_of(unit, shape.seqlen_kv)
+        return intersection((sequences, ResolvedChosen(lists, shape)))
+
+    @property
+    def _leading_axes(self) -> tuple[int, ...]:
+        of_sequences = () if self.sequences is None else (array.shape[:-1] for array in self.sequences.arrays)
+        return np.broadcast_shapes(tuple(self.blocks.shape[:-3]), *map(tuple, of_sequences))
+
+    def _bounds_of_sequences(self, seqlen_kv: int) -> tuple[Array, Array]:
+        """Return the first key of each query's sequence, and one past its last key, [..., seqlen_q].
+
+        The first key of a query outside all sequences is not less than the end.
+        """
+        assert self.sequences is not None
+        shape = MaskShape(self._leading_axes, 1, self.blocks.shape[-2], seqlen_kv)
+        whole: Any = replace(self.sequences, causal=False, window=None).resolve(shape)
+        first, end = whole.bounds
+        return first.array, end.array
+
+    def _first_keys(self, seqlen_kv: int) -> Array:
+        """Return the first key of each block in lists on the host, or -1 for none, [..., heads, seqlen_q, n]."""
+        first, end = (side[..., None, :, None] for side in self._bounds_of_sequences(seqlen_kv))
+        is_block = (self.blocks >= 0) & (first < end)
+        return np.where(is_block, first + self.blocks.astype(np.int64) * self.block, -1)
+
+    def _aligned_block(self) -> int | None:
+        """Return the largest size that divides all blocks of all sequences; None if kernels do not join such blocks."""
+        assert self.sequences is not None
+        unit = int(np.gcd.reduce(as_int64(self.sequences.arrays[-1])[..., :-1], axis=None, initial=self.block))
+        return unit if unit == self.block or unit % _STEP == 0 else None
+
+    def _in_blocks_of(self, unit: int, seqlen_kv: int) -> ChosenBlocks:
+        """Return lists of blocks of `unit` keys that count from key 0, without those past the end of a sequence."""
+        first, end = self._first_keys(seqlen_kv)[..., None], self._bounds_of_sequences(seqlen_kv)[1]
+        keys, parts = first + unit * np.arange(self.block // unit), self.block // unit
+        numbers = np.where((first < 0) | (keys >= end[..., None, :, None, None]), -1, keys // unit)
+        counts = None if self.counts is None else self.counts.astype(np.int64) * parts
+        return ChosenBlocks(numbers.reshape(*first.shape[:-2], first.shape[-2] * parts), unit, counts=counts)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         raise UnsupportedProblem("ChosenBlocks depends on the shape: call .resolve(shape) first")
@@ -210,7 +278,7 @@ class ChosenBlocks(Mask):
         """
         package: Any = sys.modules[__name__.partition(".")[0]]  # avoids a circular import
         num_heads = self.num_lists if num_heads is None else num_heads
-        axes = {"batch": tuple(self.blocks.shape[:-3]), "num_heads": num_heads}
+        axes = {"batch": self._leading_axes, "num_heads": num_heads}
         return package.BlockIndex.from_mask(self, self.blocks.shape[-2], seqlen_kv, (1, self.block), **axes)
 
     @explains_keywords
@@ -244,7 +312,10 @@ class ChosenBlocks(Mask):
         1.5
         """
         queries = whole_number("queries", queries, 1)
-        rows, is_first = sorted_sets(to_host(self.blocks), None if self.counts is None else to_host(self.counts))
+        chosen, blocks = self.to(to_host), to_host(self.blocks)
+        if chosen.sequences is not None:  # equal numbers in different sequences are different blocks
+            blocks = chosen._first_keys(int(chosen.sequences.arrays[-1].max()))
+        rows, is_first = sorted_sets(blocks, chosen.counts)
         seqlen_q, num_members = rows.shape[-2], int(is_first.sum())
         if not num_members:
             return 0.0
@@ -274,32 +345,47 @@ class ChosenBlocks(Mask):
         >>> import numpy as np
         >>> ChosenBlocks(np.array([[0, 3]]), block=64).require_numbers(256)
         """
-        blocks, n, num_blocks = to_host(self.blocks), self.blocks.shape[-1], -(-seqlen_kv // self.block)
-        wrong = (blocks < -1) | (blocks >= num_blocks)
-        if self.counts is not None:
-            counts = to_host(self.counts)
+        chosen, n = self.to(to_host), self.blocks.shape[-1]
+        blocks, counts, keys = chosen.blocks, chosen.counts, np.array(seqlen_kv)
+        if chosen.sequences is not None:
+            first, end = (side[..., None, :, None] for side in chosen._bounds_of_sequences(seqlen_kv))
+            blocks, keys = np.where(first < end, blocks, -1), np.maximum(end - first, 0)
+        wrong = (blocks < -1) | (blocks >= -(-keys // self.block))
+        if counts is not None:
             if (is_beyond := (counts < 0) | (counts > n)).any():
                 place = tuple(map(int, np.argwhere(is_beyond)[0]))
                 raise UnsupportedProblem(f"counts must be ints in 0..{n}; got {int(counts[place])} at {place}")
             wrong &= np.arange(n) < counts[..., None]
         if wrong.any():
             place = tuple(map(int, np.argwhere(wrong)[0]))
+            length = int(np.broadcast_to(keys, wrong.shape)[place])
+            whose = f"seqlen_kv={length}" if chosen.sequences is None else f"a sequence of {length} keys"
             raise UnsupportedProblem(
-                f"blocks must hold block numbers from -1, which means no block, to {num_blocks - 1} "
-                f"(seqlen_kv={seqlen_kv} in blocks of {self.block}); got {int(blocks[place])} at {place}"
+                f"blocks must hold block numbers from -1, which means no block, to {-(-length // self.block) - 1} "
+                f"({whose} in blocks of {self.block}); got {int(blocks[place])} at {place}"
             )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResolvedChosen(Mask):
-    """The resolved form of `ChosenBlocks`: its arrays, and the chosen blocks as a set of cells of shape (1, block)."""
+    """The resolved form of `ChosenBlocks`: its arrays, and the chosen blocks as a set of cells of shape (1, block).
+
+    If it has sequences, it allows blocks before the first key of a query's sequence, too, which another mask must mask.
+    """
 
     source: ChosenBlocks
     shape: MaskShape
 
     @property
-    def _natural_block(self) -> tuple[int, int]:
+    def _natural_block(self) -> tuple[int, int] | None:
         return self.source._natural_block
+
+    @cached_property
+    def first(self) -> LeadingArray | None:
+        """The key of each query from which its blocks count, [*batch, seqlen_q]; None if all count from key 0."""
+        if self.source.sequences is None:
+            return None
+        return LeadingArray.of(self.source._bounds_of_sequences(self.shape.seqlen_kv)[0], self.shape.batch, 1)
 
     @property
     def heads_of_list(self) -> int:
@@ -328,10 +414,20 @@ class ResolvedChosen(Mask):
         return BlockSet(grid, (1, source.block), keys, np.ones(len(keys), bool), (1, source.block))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        if self.first is not None:
+            first = self.first.at(b, i)
+            j = namespace(first).maximum(j - first, 0)
         return self.cells(b, h // self.heads_of_list, i, j)
 
     def rectangle(self, b: Array, h: Array, i0: Array, i1: Array, j0: Array, j1: Array) -> tuple[Array, Array]:
-        return self.cells.rectangle(b, h // self.heads_of_list, i0, i1, j0, j1)
+        h = h // self.heads_of_list
+        if self.first is None:
+            return self.cells.rectangle(b, h, i0, i1, j0, j1)
+        first, xp = self.first.at(b, i0), namespace(self.first.array)
+        is_within_one = (first == self.first.at(b, i1 - 1)) & (first <= j0)
+        keys = xp.maximum(j0 - first, 0), xp.maximum(j1 - first, 1)
+        may, must = self.cells.rectangle(b, h, i0, i1, *keys)
+        return may | ~is_within_one, must & is_within_one
 
 
 def sorted_sets(blocks: Array, counts: Array | None) -> tuple[Array, Array]:

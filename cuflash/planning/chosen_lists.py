@@ -49,7 +49,8 @@ NAME = "chosen"  # the feature's name
 NOT_JOINED = (
     "; block lists per query are not joined: only sm80 and sm90 kernels join the lists of neighbouring queries, for "
     "16-bit elements, blocks of 16, 32 or a multiple of 64 keys and row intervals, without dropout and without "
-    "gradients of a score function's arrays, and of an index on a device only if it has no partial blocks"
+    "gradients of a score function's arrays, of an index on a device only if it has no partial blocks, and lists "
+    "within sequences only if all sequences are on the host and begin at multiples of 16 keys"
 )
 # This record mirrors `kernels_cu/attention/chosen_lists.cuh`.
 CHOSEN_LISTS = structure(

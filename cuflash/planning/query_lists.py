@@ -50,7 +50,7 @@ class QueryLists(NamedTuple):
     def of(cls, mask: Mask, shape: MaskShape) -> QueryLists | None:
         """Return the lists of a resolved `ChosenBlocks` or block index; None if kernels cannot read them."""
         if isinstance(mask, ResolvedChosen):
-            return cls._of_chosen(mask.source, shape)
+            return cls._of_chosen(mask.source, shape) if mask.source.sequences is None else None
         return cls._of_index(mask.index, shape) if isinstance(mask, IndexMask) else None
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -177,7 +177,7 @@ def _documents(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return Documents(q_ids) if is_one_sequence else Documents(q_ids, kv_ids)
 
 
-def _sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
+def _sequences(draw: st.DrawFn, shape: MaskShape) -> Sequences:
     rng, count = _generator(draw), draw(shared(st.integers, 0, 5))
     leading = shape.batch if draw(st.booleans()) else ()
     left, right = _sides(draw, shape) if draw(st.booleans()) else (None, None)
@@ -285,6 +285,37 @@ def _chosen_blocks(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return draw(chosen_blocks(shape))
 
 
+@st.composite
+def chosen_in_sequences(draw: st.DrawFn, shape: MaskShape, num_kv_heads: int = 1) -> ChosenBlocks:
+    """Draw lists whose numbers count from the first key of a packed sequence; parameters as for `chosen_blocks`.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> @settings(deadline=None, max_examples=5, database=None)
+    ... @given(chosen_in_sequences(MaskShape((), 1, 3, 50)))
+    ... def test(mask):
+    ...     assert mask.sequences is not None
+    >>> test()
+    """
+    sequences = _sequences(draw, shape)
+    if draw(st.booleans()):  # sequences begin at multiples of 16 keys, so that kernels can join the lists
+        offsets = sequences.arrays[-1]
+        rounded = np.concatenate([offsets[..., :-1] // 16 * 16, offsets[..., -1:]], axis=-1)
+        has_own = sequences.kv_offsets is not None
+        sequences = replace(sequences, kv_offsets=rounded) if has_own else replace(sequences, q_offsets=rounded)
+    mask = replace(draw(chosen_blocks(shape, num_kv_heads)), sequences=sequences)
+    first, end = mask._bounds_of_sequences(shape.seqlen_kv)
+    num_blocks = -(-np.maximum(end - first, 0) // mask.block)[..., None, :, None]
+    has_number = (mask.blocks >= 0) & (num_blocks > 0)
+    blocks = np.where(has_number, mask.blocks % np.maximum(num_blocks, 1), mask.blocks).astype(mask.blocks.dtype)
+    return replace(mask, blocks=blocks[0] if mask.blocks.ndim == 2 and blocks.shape[:-2] == (1,) else blocks)
+
+
+def _chosen_in_sequences(draw: st.DrawFn, shape: MaskShape) -> Mask:
+    return draw(chosen_in_sequences(shape))
+
+
 def _compressed(draw: st.DrawFn, shape: MaskShape) -> Mask:
     return Compressed(draw(shared(_numbers, 1, 40)), draw(shared(_numbers, 1, 20)))
 
@@ -334,6 +365,7 @@ _LEAVES = (
     _sequences,
     _block_pattern,
     _chosen_blocks,
+    _chosen_in_sequences,
     _compressed,
     _on_blocks,
     _dense,

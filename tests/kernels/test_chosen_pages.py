@@ -275,6 +275,10 @@ def refusals(library: Any) -> dict[str, tuple[Any, str]]:
         "another batch": (lists(3, 1, 1, 2), "blocks"),
         "blocks across pages": (lists(1, 1, 2, block=96), "mask must have blocks that are multiples or divisors of a "),
         "blocks of 8": (lists(1, 1, 2, block=8), "a page of 64 positions, in multiples of 16; got block=8"),
+        "lists of packed sequences": (
+            library.masks.ChosenBlocks(lists(1, 1, 2).blocks, 64, sequences=library.masks.Sequences([0, 1], [0, 300])),
+            "from each sequence's first position; got sequences=Sequences(",
+        ),
         "no such block": (lists(1, 1, 2, value=5), "blocks must hold block numbers from -1, which means no block, to"),
     }
 
@@ -284,6 +288,7 @@ def check_refusals(library: Any) -> None:
     rows = np.ones((2, 2, 2, 100, 8), np.float16)
     cache.append(*rows)
     q = np.ones((2, 4, 1, 8), np.float16)
+    cache.attention(q, mask=library.masks.ChosenBlocks(np.zeros((1, 1, 2), np.int32), 64))  # later calls could reuse it
     for name, (mask, message) in refusals(library).items():
         with pytest.raises(library.UnsupportedProblem) as refused:
             cache.attention(q, mask=mask)

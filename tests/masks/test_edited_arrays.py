@@ -45,6 +45,10 @@ KINDS = {
         lambda blocks, counts: masks.ChosenBlocks(blocks, 8, counts=counts),
         lambda rng: (rng.integers(-1, 5, (SEQLEN, 3)), rng.integers(0, 4, SEQLEN)),
     ),
+    "ChosenBlocks in sequences": Kind(
+        lambda blocks, q: masks.ChosenBlocks(blocks, 8, sequences=masks.Sequences(q, allow_gaps=True)),
+        lambda rng: (rng.integers(-1, 1, (SEQLEN, 2)), offsets(rng)),
+    ),
     "Sequences": Kind(lambda q: masks.Sequences(q, causal=True, allow_gaps=True), lambda rng: (offsets(rng),)),
     "Sequences of two arrays": Kind(
         lambda q, kv: masks.Sequences(q, kv, causal="bottom_right", allow_gaps=True),

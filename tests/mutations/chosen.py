@@ -31,9 +31,10 @@ SIGNS = (AssertionError, ValueError, IndexError)
 NUMBERS = st.integers(0, 2**32 - 1)
 
 
-def shapes_and_lists(library: ModuleType) -> st.SearchStrategy[Any]:
+def shapes_and_lists(library: ModuleType, lists: Any = None) -> st.SearchStrategy[Any]:
     """Draw shapes with several heads and blocks, and lists for them."""
-    shape_of, lists = part(library, "masks.shape").MaskShape, part(library, "testing.mask_strategies").chosen_blocks
+    lists = lists or part(library, "testing.mask_strategies").chosen_blocks
+    shape_of = part(library, "masks.shape").MaskShape
     shapes = st.builds(
         lambda batch, kv, q: (shape_of(batch, 6, q, kv), 2), st.sampled_from([(), (2,), (2, 3)]), st.integers(1, 150),
         st.integers(1, 40),
@@ -49,6 +50,20 @@ def examples(library: ModuleType, **changed: Any) -> st.SearchStrategy[Any]:
 def lists_are_their_sets(library: ModuleType) -> None:
     """Check that a mask equals the sets in its lists, by elements and as an index."""
     hunt(shapes_and_lists(library), seeds=2)(lambda drawn: check_table(library, drawn))
+
+
+def numbers_count_in_sequences(library: ModuleType) -> None:
+    """Check that numbers count from the first key of a query's sequence."""
+    masks, strategies = part(library, "masks"), part(library, "testing.mask_strategies")
+    shape = masks.MaskShape((), 6, 40, 90)
+    telling = []
+    for ends in ((0, 48, 90), (0, 30, 90)):
+        sequences = masks.Sequences(np.array([0, 22, 40]), np.array(ends), causal="bottom_right")
+        blocks = np.random.default_rng(0).integers(-1, 1, (2, 40, 3))
+        blocks[:, ::3, 2] = 1 - np.arange(40)[::3] // 22 * (ends[1] == 48)
+        telling.append((shape, masks.ChosenBlocks(blocks, 32 if ends[1] == 48 else 24, sequences=sequences)))
+    drawn = shapes_and_lists(library, strategies.chosen_in_sequences)
+    hunt(drawn, first=[(each,) for each in telling], seeds=2)(lambda drawn: check_table(library, drawn))
 
 
 def lists_come_back(library: ModuleType) -> None:
@@ -146,6 +161,19 @@ FAULTS = {
         "a block is one key longer": Edit(
             FILE, "ResolvedChosen.cells", "BlockSet(grid, (1, source.block)", "BlockSet(grid, (1, 1 + source.block)"
         ),
+    },
+    numbers_count_in_sequences: {
+        "numbers count from key 0": Edit(FILE, "ResolvedChosen.__call__", "j - first", "j"),
+        "parts beyond a sequence are those of the next query": Edit(
+            FILE, "ChosenBlocks._in_blocks_of", "| (keys >= end[..., None, :, None, None])", ""
+        ),
+        "the parts of blocks do not divide them": Edit(
+            FILE, "ChosenBlocks._aligned_block", "initial=self.block", "initial=self.block // 2 * 3"
+        ),
+        "a rectangle has the blocks of its first query's sequence": Edit(
+            FILE, "ResolvedChosen.rectangle", "must & is_within_one", "must"
+        ),
+        "counts count parts": Edit(FILE, "ChosenBlocks._in_blocks_of", "astype(np.int64) * parts", "astype(np.int64)"),
     },
     far_numbers_are_ignored: {
         "numbers outside the blocks wrap around": Edit(
@@ -280,7 +308,17 @@ FAULTS = {
     },
     refuses(call(blocks=np.full((2, 4, 2), 2)), "to 1 (seqlen_kv=8 in blocks of 4); got 2 at (0, 0, 0)"): {
         "the number behind the last block is taken": Edit(
-            FILE, "ChosenBlocks.require_numbers", "(blocks >= num_blocks)", "(blocks > num_blocks)"
+            FILE, "ChosenBlocks.require_numbers", "(blocks >= -(-keys", "(blocks > -(-keys"
+        ),
+    },
+    refuses(
+        lambda library: library.masks.ChosenBlocks(
+            np.full((4, 1), 1), 4, sequences=library.masks.Sequences([0, 4], [0, 4], allow_gaps=True)
+        ).toarray(4, 8),
+        "to 0 (a sequence of 4 keys in blocks of 4); got 1 at (0, 0, 0)",
+    ): {
+        "numbers may be beyond a sequence": Edit(
+            FILE, "ChosenBlocks.require_numbers", "np.maximum(end - first, 0)", "np.array(seqlen_kv)"
         ),
     },
     refuses(call(blocks=np.full((2, 4, 2), -2)), "got -2 at (0, 0, 0)"): {

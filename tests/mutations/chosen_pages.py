@@ -347,6 +347,7 @@ FAULTS = {
         "lists have any number of heads": Edit(
             RULES, "_mask_reasons", "mask.require_heads(int(q.shape[1]), int(cache.rows.k.shape[1]))", "pass"
         ),
+        "lists may count from packed sequences": Edit(RULES, "_mask_reasons", "mask.sequences is not None", "False"),
         "masks without lists are lists": Edit(RULES, "_mask_reasons", "type(mask) is not ChosenBlocks", "False"),
     },
 }  # fmt: skip

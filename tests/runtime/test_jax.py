@@ -136,6 +136,17 @@ def test_blocks_that_each_query_chooses_are_taken_with_their_gradients():
     assert (np.asarray(traced) == cuflash.attention(Q, K, V, mask=masks.ChosenBlocks(blocks, 5))).all()
 
 
+def test_block_numbers_within_sequences_may_be_traced():
+    def packed(blocks, offsets):
+        return masks.ChosenBlocks(blocks, 3, sequences=masks.Sequences(offsets))
+
+    blocks, offsets = RNG.integers(-1, 2, (2, 20, 2)).astype(np.int32), np.array([0, 5, 13, 20])
+    call = jax.jit(lambda *arrays: attention(*jax_inputs(), mask=packed(*arrays)))
+    traced = call(jnp.asarray(blocks), jnp.asarray(offsets))
+    expected = cuflash.attention(Q, K, V, mask=packed(blocks, offsets))
+    assert (np.asarray(traced) == expected).all()
+
+
 @pytest.mark.parametrize("kind", ["index", "array"])
 def test_calls_with_one_mask_plan_once(monkeypatch, kind):
     blocks = RNG.random((20, 20)) < 0.6

@@ -98,10 +98,12 @@ def test_gradients_are_those_of_differences(shapes):
 
 
 @pytest.mark.parametrize("executor", ["cpu", "sim"])
-def test_blocks_that_topk_chooses_are_taken_with_their_gradients(executor):
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_blocks_that_topk_chooses_are_taken_with_their_gradients(executor, is_packed):
     scores = torch.rand(1, Q.shape[-2], 4, generator=torch.Generator().manual_seed(1))
     blocks = scores.topk(2).indices
-    mask = masks.ChosenBlocks(blocks, -(-K.shape[-2] // 4))
+    one_sequence = masks.Sequences(*(torch.tensor([0, x.shape[-2]]) for x in (Q, K)))
+    mask = masks.ChosenBlocks(blocks, -(-K.shape[-2] // 4), sequences=one_sequence if is_packed else None)
     options = {"executor": executor, "deterministic": True, "return_lse": True}
     (o, lse), vjp = cuflash.attention_vjp(
         *map(as_numpy, (Q, K, V)), mask=masks.ChosenBlocks(blocks.numpy(), mask.block), **options

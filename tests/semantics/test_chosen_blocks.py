@@ -24,7 +24,7 @@ from cuflash.calls._call import _posed
 from cuflash.masks import ChosenBlocks, MaskShape
 from cuflash.planning.options import Options
 from cuflash.testing import Example, assert_within, assert_within_bounds
-from cuflash.testing.mask_strategies import chosen_blocks
+from cuflash.testing.mask_strategies import chosen_blocks, chosen_in_sequences
 
 DRAWN = {"dtypes": ["float32", "float64"], "most_scores": 1 << 13, "longest": 150}
 SHAPES = st.builds(
@@ -33,6 +33,7 @@ SHAPES = st.builds(
     st.integers(0, 150),
 )  # fmt: skip
 SHAPES_AND_LISTS = SHAPES.flatmap(lambda pair: st.tuples(st.just(pair[0]), chosen_blocks(*pair)))
+PACKED = SHAPES.flatmap(lambda pair: st.tuples(st.just(pair[0]), chosen_in_sequences(*pair)))
 
 
 def sets_of(mask: Any, shape: MaskShape) -> np.ndarray[Any, Any]:
@@ -48,13 +49,27 @@ def sets_of(mask: Any, shape: MaskShape) -> np.ndarray[Any, Any]:
     return results
 
 
+def keys_of(mask: Any, batch: tuple[int, ...], i: int) -> slice:
+    """Return the keys of a query's sequence, without keys for a query outside all sequences."""
+    q, kv = mask.sequences.arrays[0], mask.sequences.arrays[-1]
+    q, kv = (np.broadcast_to(x, (*mask._leading_axes, x.shape[-1]))[batch] for x in (q, kv))
+    number = int(np.searchsorted(q, i, side="right")) - 1
+    return slice(int(kv[number]), int(kv[number + 1])) if 0 <= number < len(q) - 1 else slice(0, 0)
+
+
 def table_of(mask: Any, shape: MaskShape) -> np.ndarray[Any, Any]:
     """Return the mask from the definition, bool [*batch, num_heads, seqlen_q, seqlen_kv]."""
     sets = sets_of(mask, shape)
     table = np.zeros((*sets.shape, shape.seqlen_kv), bool)
-    for place in np.ndindex(sets.shape):
-        for number in sets[place]:
-            table[place][number * mask.block : (number + 1) * mask.block] = True
+    for *batch, h, i in np.ndindex(sets.shape):
+        row = table[(*batch, h, i)]
+        if mask.sequences is not None:
+            leading = mask._leading_axes
+            row = row[keys_of(mask, tuple(batch[len(batch) - len(leading) :]), i)]
+        for number in sets[(*batch, h, i)]:
+            row[number * mask.block : (number + 1) * mask.block] = True
+    if mask.sequences is not None:
+        table &= mask.sequences.toarray(*shape[2:], batch=shape.batch)[..., None, :, :]
     return table
 
 
@@ -82,7 +97,7 @@ def check_table(library: Any, shape_and_lists: tuple[MaskShape, Any]) -> None:
     index = mask.index(shape.seqlen_kv, num_heads=shape.num_heads)
     assert index.block == (1, mask.block)
     lists = library.BlockIndex.from_mask(mask, block=(3, 5), **axes)
-    leading = tuple(mask.blocks.shape[:-3])  # broadcast over the batch
+    leading = mask._leading_axes  # broadcast over the batch
     dense = index.toarray().reshape(*(leading if index.batch > 1 else ()), *index.shape[1:])
     assert (np.broadcast_to(dense, table.shape) == table).all()
     whole = (shape.num_batch, *shape[1:])
@@ -94,7 +109,12 @@ def test_a_query_attends_the_blocks_in_its_list(shape_and_lists: Any) -> None:
     check_table(cuflash, shape_and_lists)
 
 
-@given(SHAPES_AND_LISTS)
+@given(PACKED)
+def test_numbers_count_from_the_first_key_of_a_sequence(shape_and_lists: Any) -> None:
+    check_table(cuflash, shape_and_lists)
+
+
+@given(SHAPES_AND_LISTS | PACKED)
 def test_lists_on_a_device_hold_the_same_and_nothing_waits(shape_and_lists: Any) -> None:
     shape, mask = shape_and_lists
     on_device = mask.to(device_double.to_device)
@@ -135,7 +155,10 @@ def test_an_index_in_blocks_of_one_query_becomes_lists(shape_and_lists: Any) -> 
 
 def check_distinct(library: Any, shape_and_lists: tuple[MaskShape, Any], queries: int) -> None:
     shape, mask = shape_and_lists
-    sets = sets_of(mask, MaskShape(tuple(mask.blocks.shape[:-3]), mask.num_lists, *shape[2:]))
+    sets = sets_of(mask, MaskShape(mask._leading_axes, mask.num_lists, *shape[2:]))
+    for place in np.ndindex(sets.shape if mask.sequences is not None else 0):
+        keys = keys_of(mask, place[:-2], place[-1])
+        sets[place] = {(keys.start, number) for number in sets[place] if keys.start < keys.stop}
     rows = [sets[place] for place in np.ndindex(sets.shape[:-1])]
     unions = [set().union(*row[i : i + queries]) for row in rows for i in range(0, shape.seqlen_q, queries)]
     members = [len(each) for each in sets.reshape(-1)]
@@ -143,7 +166,7 @@ def check_distinct(library: Any, shape_and_lists: tuple[MaskShape, Any], queries
     assert mask.distinct(queries=queries) == pytest.approx(expected)
 
 
-@given(SHAPES_AND_LISTS, st.integers(1, 20))
+@given(SHAPES_AND_LISTS | PACKED, st.integers(1, 20))
 def test_distinct_counts_unions(shape_and_lists: Any, queries: int) -> None:
     check_distinct(cuflash, shape_and_lists, queries)
 
@@ -389,7 +412,11 @@ def test_the_host_gathers_lists_and_lists_other_masks() -> None:
         assert isinstance(planned_work(mask), ChosenWork) and isinstance(planned_work(mask, **aligned), ChosenWork)
     cut = BlockIndex.from_mask(lists & masks.Causal("bottom_right"), 100, 200, (1, 64), num_heads=8)
     assert isinstance(planned_work(cut), ChosenWork)
-    for mask in (~lists, lists | masks.Lengths(kv=3), lists & lists, ChosenBlocks(np.zeros((100, 1), int), 600)):
+    packed = {start: masks.Sequences([0, 50, 100], [0, start, 200], causal="top_left") for start in (48, 50)}
+    in_step, out_of_step = (ChosenBlocks(np.zeros((100, 1), int), 32, sequences=packed[start]) for start in (48, 50))
+    assert isinstance(planned_work(in_step), ChosenWork)
+    others = ~lists, lists | masks.Lengths(kv=3), lists & lists, ChosenBlocks(np.zeros((100, 1), int), 600), out_of_step
+    for mask in others:
         assert not isinstance(planned_work(mask), ChosenWork)
     mask = ChosenBlocks(rng.integers(0, 2, (100, 1)), 64)
     text = cuflash.plan(*[ShapeDtype((8, 100, 16), np.float32)] * 3, mask=mask).explain()
@@ -602,6 +629,10 @@ REFUSED_LISTS = {
         "got an array of shape (2, 6) and dtype >i4: cast them to int64",
     ),
     "counts that are one": (lambda: ChosenBlocks(LISTS, 2, counts=3), TypeError, "counts must be an array; got 3"),
+    "offsets of sequences": (
+        lambda: ChosenBlocks(LISTS, 2, sequences=[0, 6]), TypeError,
+        "sequences must be a masks.Sequences or None; got [0, 6]: write sequences=masks.Sequences(offsets)",
+    ),
     "a run of no key": (lambda: masks.Compressed(0, 1), UnsupportedProblem, "length must be an int of at least 1"),
     "a stride of half a key": (
         lambda: masks.Compressed(2, 0.5), UnsupportedProblem, "stride must be an int of at least 1; got 0.5"
@@ -646,6 +677,13 @@ CALLED_WRONGLY = {
         ChosenBlocks(at(1, 4, 2, value=5), 2),
         "blocks must hold block numbers from -1, which means no block, to 4 (seqlen_kv=10 in blocks of 2); "
         "got 5 at (1, 4, 2)",
+    ),
+    "a number after the last block of a sequence": (
+        ChosenBlocks(at(1, 4, 2, value=2), 2, sequences=masks.Sequences([0, 4, 6], [0, 6, 10])),
+        "to 1 (a sequence of 4 keys in blocks of 2); got 2 at (1, 4, 2)",
+    ),
+    "sequences of other lengths": (
+        ChosenBlocks(LISTS, 2, sequences=masks.Sequences([0, 5], [0, 10])), "q_offsets must end at seqlen_q=6"
     ),
     "a number before none": (ChosenBlocks(at(0, 3, 0, value=-2), 2), "got -2 at (0, 3, 0)"),
     "counts beyond the lists": (
