@@ -1,6 +1,7 @@
 """Attention as operators of PyTorch's dispatcher, for compilers and modes that trace or count operators.
 
-An operator gets the tensors of a call, and the name of a `Transformed`, which has everything else. Eager calls do not
+An operator gets the tensors of a call, and the name of a `Transformed`, which has everything else: its text, which
+every process can read, or, for calls that no text can hold, a number that only this process knows. Eager calls do not
 use these operators.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from itertools import count
+from secrets import token_hex
 from types import new_class
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,7 +29,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import Function, _SingleLevelFunction
 
 from ..dropout import Dropout
-from ..errors import refuse
+from ..errors import UnsupportedProblem, refuse
 from ..keywords.answers import UNTRACED
 from ..layouts import dense_strides, has_dual_level
 from ..masks.base import Mask
@@ -45,20 +47,44 @@ _LIBRARY.define("forward(Tensor[] tensors, str call) -> (Tensor, Tensor)", tags=
 _LIBRARY.define("derivative(str name, Tensor?[] tensors, str[] wrt, str call) -> Tensor[]", tags=_TAGS)
 _OPERATORS = getattr(torch.ops, _NAMESPACE)
 
+_HERE = f"call of process {token_hex(16)}, number "
 _numbers = count()
 _calls: WeakValueDictionary[str, Transformed] = WeakValueDictionary()
 _traced: list[Transformed] = []  # keeps traced calls alive, since graphs hold only their names
 
 
 def name_of(call: Transformed, is_traced: bool) -> str:
-    """Return the name by which operators find a call while it exists; a traced call is kept forever."""
-    if call.name is None:
-        call.name = str(next(_numbers))
-        _calls[call.name] = call
-    if is_traced:
+    """Return the name by which operators find a call while it exists; a traced call has a text, or is kept forever."""
+    if is_traced and not call.is_traced:
         call.is_traced = True
-        _traced.append(call)
+        try:
+            call.name = call.text
+        except (TypeError, RecursionError, UnsupportedProblem):
+            _traced.append(call)
+    if call.name is None:
+        call.name = f"{_HERE}{next(_numbers)}"
+        _calls[call.name] = call
     return call.name
+
+
+def _call(name: str) -> Transformed:
+    """Return the call with a name.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The name is that of another process.
+    """
+    if name.startswith("["):
+        return _read(name)
+    call = _calls.get(name)
+    if call is None:
+        fix = "use Score, or masks in closed form, and export again"
+        raise UnsupportedProblem([f"the call holds Python functions or arrays, which torch.export cannot save: {fix}"])
+    return call
+
+
+_read = lru_cache(maxsize=1024)(Transformed.read)
 
 
 def run(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -103,7 +129,7 @@ def differentiate(functions: dict[str, type[Function]]) -> None:
     def recorded(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> Sequence[Tensor]:
         if _is_differentiated():
             with enable_single_level_autograd_function():
-                results: Sequence[Tensor] = single[name].apply(_calls[call], tuple(wrt), *tensors)
+                results: Sequence[Tensor] = single[name].apply(_call(call), tuple(wrt), *tensors)
                 return results
         with _below_autograd():
             return _operator(name, tensors, wrt, call)
@@ -195,7 +221,7 @@ leave_to_python(*(getattr(Mask, name) for name in _OPERATIONS))
 
 def _executed(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
     """Run a pass on tensors with data; results have the strides that the operator promises."""
-    results = run_pass(_calls[call], name, wrt, tensors)
+    results = run_pass(_call(call), name, wrt, tensors)
     promised = (strides for *_, strides in _promised(name, tensors, wrt, call, *_KNOWN))
     return [_with_strides(tensor, strides) for tensor, strides in zip(results, promised)]
 
@@ -205,7 +231,7 @@ def _promised(
     shapes: Callable[..., tuple[tuple[int, ...], tuple[int, ...]]], dense: Callable[..., Sequence[int]],
 ) -> Iterator[tuple[Tensor, Sequence[int], Sequence[int]]]:  # fmt: skip
     """Yield, for each result of a pass, a tensor of its kind, its shape and its strides."""
-    arrays = {each: x for each, x in zip(names_of(name, _calls[call]), tensors) if x is not None}
+    arrays = {each: x for each, x in zip(names_of(name, _call(call)), tensors) if x is not None}
     if name != "forward":
         likes = (arrays[of] for of in results_of(name, wrt))
         yield from ((like, like.shape, dense(like.is_cuda, like.shape, like.stride())) for like in likes)
@@ -267,7 +293,7 @@ def _batched(
     def apply(*each: Tensor | None) -> Sequence[Tensor]:
         return _operator(name, each, wrt, call)
 
-    results = _calls[call].batched(name, info.batch_size, tensors, axes, wrt, apply)
+    results = _call(call).batched(name, info.batch_size, tensors, axes, wrt, apply)
     return results, (0,) * len(results)
 
 

@@ -10,6 +10,7 @@ from torch._C._functorch import is_functionaltensor
 
 from ..arrays import ShapeDtype, describe, is_array
 from ..calls._call import composed_score
+from ..calls._call_text import call_text, parsed_call
 from ..calls._forward import with_one_score
 from ..errors import refuse
 from ..executors import checks, torch_gpu
@@ -70,6 +71,31 @@ class Transformed:
         refuse(reasons)
         without = {name: _without_data(getattr(options, name)) for name in _ALIGNED}
         return cls(tuple(tensors), options._replace(score=score, **without)), [*tensors.values()]
+
+    @property
+    def text(self) -> str:
+        """A text that `read` converts to an equal call; it does not depend on lengths.
+
+        Raises
+        ------
+        TypeError, UnsupportedProblem
+            The call holds arrays or functions, or it is invalid.
+        """
+        score, parts = self._options.score, tuple[Any, ...]()
+        if callable(score):
+            score = score if isinstance(score, Score) else Score(score)
+            parts = score._traced, *(array for name, array in score.arrays.items() if name not in self.names)
+        sink, bias = (None if name in self.names else getattr(self._options, name) for name in _ALIGNED)
+        score = None if parts else score
+        return call_text((self.names, self._options._replace(score=score, sink=sink, bias=bias), parts))
+
+    @classmethod
+    def read(cls, text: str) -> Transformed:
+        """Return the call that a text describes; its tensors must be passed to each pass."""
+        names, options, parts = parsed_call(text, Options)
+        call = cls(names, options._replace(score=Score._of_trace(*parts)) if parts else options)
+        call.name, call.is_traced = text, True
+        return call
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Compute o and lse of tensors with data."""

@@ -66,6 +66,18 @@ FAULTS = {
             "torch/_transformed.py", "Transformed._keep", "not self.is_traced or isinstance(call, OnGpu)", "True"
         ),
     },
+    interop_guards.graphs_hold_texts: {
+        "a graph has the number of a call": Edit("torch/_operators.py", "name_of", "call.name = call.text", "pass"),
+        "a call of another process is an error of Python": Edit(
+            "torch/_operators.py", "_call", "if call is None:", "if False:"
+        ),
+        "a text has no score": Edit(
+            "torch/_transformed.py", "Transformed.text", "bias=bias), parts))", "bias=bias), ()))"
+        ),
+        "a call of a text has a number": Edit(
+            "torch/_transformed.py", "Transformed.read", "call.name, call.is_traced = text, True", "pass"
+        ),
+    },
     interop_guards.graphs_keep_positions: {
         "a graph contains calls at the start of a sequence": Edit(
             "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"

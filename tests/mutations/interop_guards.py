@@ -320,6 +320,24 @@ def graphs_leave_calls_to_python(library: ModuleType) -> None:
             torch.compile(call, backend="eager", fullgraph=True)()
 
 
+def graphs_hold_texts(library: ModuleType) -> None:
+    """Check that operators compute a call by its text alone, and refuse the names of calls that have no text."""
+    torch, operators = pytest.importorskip("torch"), part(library, "torch._operators")
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    score, bias = library.scores.alibi(torch.from_numpy(TABLE[0])), torch.from_numpy(BIAS)
+    for options in ({"causal": True, "bias": bias}, {"score": score}, {"mask": lambda b, h, i, j: j < 3}):
+        call, tensors = operators.Transformed.of(q, k, v, part(library, "planning.options").Options(**options))
+        name = operators.name_of(call, is_traced=True)
+        operators._calls.clear()
+        if "mask" in options:
+            with pytest.raises(library.UnsupportedProblem, match="torch.export cannot save"):
+                operators._OPERATORS.forward(tensors, name)
+        else:
+            options = {each: BIAS if each == "bias" else value for each, value in options.items()}
+            o, _ = operators._OPERATORS.forward(tensors, name)
+            assert (o.numpy() == library.attention(Q, K, V, **options)).all() and operators._call(name).name == name
+
+
 def graphs_keep_positions(library: ModuleType) -> None:
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = map(torch.from_numpy, (Q, K, V))
