@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy
 from typing import Any, TypeAlias
 
 import torch
@@ -12,11 +13,13 @@ from ..arrays import ShapeDtype, describe, is_array
 from ..calls._call import composed_score
 from ..calls._call_text import call_text, parsed_call
 from ..calls._forward import with_one_score
+from ..dropout import Dropout
 from ..errors import refuse
 from ..executors import checks, torch_gpu
 from ..layouts import dtype_of, is_tensor, tensor_reasons
 from ..masks.arrays import reads_numbers
 from ..masks.base import Mask
+from ..planning.dropout_launches import SEED
 from ..planning.options import DOT, Options
 from ..scores import Score
 from ._passes import Call, OnGpu, looked_up_call, ran
@@ -32,6 +35,8 @@ class Transformed:
     ----------
     names : tuple of str
         The names of the tensors: q, k, v, operands and, within compiled code, a mask.
+    draws : tuple of int, or of torch.SymInt
+        The seed, as a signed integer, and the offset of a dropout, if they are inputs of a graph.
     name : str, optional
         The name by which operators find the call.
     is_traced : bool
@@ -40,6 +45,7 @@ class Transformed:
 
     def __init__(self, names: tuple[str, ...], options: Options) -> None:
         self.names, self._options = names, options
+        self.draws: Sequence[int] = ()
         self.name: str | None = None
         self.is_traced = False
         self._calls: dict[Hashable, Call] = {}
@@ -62,6 +68,9 @@ class Transformed:
             score = score._with_arrays(shapes)
         tensors |= {name: each for name, each in operands.items() if is_tensor(each)}
         reasons = list[str]()
+        dropout = options.dropout
+        if isinstance(dropout, Dropout) and is_tensor(dropout.seed):
+            tensors[SEED], dropout = dropout.seed, Dropout(dropout.p, 0, dropout.offset)
         for name, tensor in tensors.items():
             if not is_tensor(tensor):
                 fix = "convert it with torch.as_tensor"
@@ -70,7 +79,13 @@ class Transformed:
                 reasons += tensor_reasons(name, tensor)
         refuse(reasons)
         without = {name: _without_data(getattr(options, name)) for name in _ALIGNED}
-        return cls(tuple(tensors), options._replace(score=score, **without)), [*tensors.values()]
+        return cls(tuple(tensors), options._replace(score=score, dropout=dropout, **without)), [*tensors.values()]
+
+    def drawing(self, *draws: int) -> Transformed:
+        """Return the call with another seed and offset."""
+        twin = copy(self)
+        twin.draws = draws
+        return twin
 
     @property
     def text(self) -> str:
@@ -135,6 +150,10 @@ class Transformed:
         if isinstance(score, Score):
             arrays = {name: tensors.get(name, array) for name, array in score.arrays.items()}
             score = score._with_arrays(arrays)
+        dropout = options.dropout
+        if isinstance(dropout, Dropout):
+            seed, offset = self.draws or (dropout.seed, dropout.offset)
+            options = options._replace(dropout=Dropout(dropout.p, tensors.get(SEED, seed % (1 << 64)), offset))
         mask = tensors.get("mask", options.mask)
         options, operands = with_one_score(options._replace(mask=mask, score=score, wrt=tuple(wrt), **own))
         operands = {name: own_integers(name, each, tensors["q"]) for name, each in operands.items()}

@@ -78,6 +78,24 @@ FAULTS = {
             "torch/_transformed.py", "Transformed.read", "call.name, call.is_traced = text, True", "pass"
         ),
     },
+    interop_guards.graphs_follow_numbers: {
+        "a graph draws the weights of seed 0": Edit(
+            "torch/_transformed.py", "Transformed.drawing", "twin.draws = draws", "pass"
+        ),
+        "a graph ignores a seed in a tensor": Edit(
+            "torch/_transformed.py", "Transformed._with_one_score", "tensors.get(SEED, seed % (1 << 64))",
+            "seed % (1 << 64)"
+        ),
+        "a seed must be a signed integer": Edit(
+            "torch/_operators.py", "compiled", "seed if seed < 1 << 63 else seed - (1 << 64), offset", "seed, offset"
+        ),
+        "an offset is a constant": Edit(
+            "torch/_operators.py", "compiled", "seed - (1 << 64), offset", "seed - (1 << 64), _constant(offset)"
+        ),
+        "a number that changes stays an input": Edit(
+            "torch/_operators.py", "_constant", 'return int(f"{value!r}")', "return value"
+        ),
+    },
     interop_guards.graphs_keep_positions: {
         "a graph contains calls at the start of a sequence": Edit(
             "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"

@@ -331,11 +331,33 @@ def graphs_hold_texts(library: ModuleType) -> None:
         operators._calls.clear()
         if "mask" in options:
             with pytest.raises(library.UnsupportedProblem, match="torch.export cannot save"):
-                operators._OPERATORS.forward(tensors, name)
+                operators._OPERATORS.forward(tensors, (), name)
         else:
             options = {each: BIAS if each == "bias" else value for each, value in options.items()}
-            o, _ = operators._OPERATORS.forward(tensors, name)
+            o, _ = operators._OPERATORS.forward(tensors, (), name)
             assert (o.numpy() == library.attention(Q, K, V, **options)).all() and operators._call(name).name == name
+
+
+def graphs_follow_numbers(library: ModuleType) -> None:
+    """Check that seeds and offsets of dropout do not compile a function again, and that other numbers do."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+
+    def call(seed: int, offset: int, left: int) -> Any:
+        return module.attention(q, k, v, dropout=library.Dropout(0.5, seed, offset), window=(left, 0))
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    numbers = [(1, 2, 3), (2, 3, 3), (4, 5, 3), (6, 7, 3), (6, 7, 4), (1 << 63, 8, 4)]
+    for each in numbers:
+        assert torch.equal(compiled(*each), call(*each))
+        assert counter.frame_count <= 2 or each[2] > 3
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: call(x, 1, 3), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.tensor(5)), call(5, 1, 3))
 
 
 def graphs_keep_positions(library: ModuleType) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts,
 )  # fmt: skip
@@ -111,6 +112,62 @@ def test_gradients_of_a_compiled_call_use_its_own_mask(backend):
     require_equal(gradients(torch.compile(call, backend=backend, fullgraph=True)), gradients(call))
 
 
+DRAWS = {
+    "a seed": (lambda x: x, lambda q, k, v, x: attention(q, k, v, dropout=cuflash.Dropout(0.3, x))),
+    "an offset": (lambda x: x, lambda q, k, v, x: attention(q, k, v, dropout=cuflash.Dropout(0.3, 1, x))),
+    "a dropout": (lambda x: cuflash.Dropout(0.3, x), lambda q, k, v, x: attention(q, k, v, dropout=x)),
+    "a tensor": (torch.tensor, lambda q, k, v, x: attention(q, k, v, dropout=cuflash.Dropout(0.3, x))),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("name", DRAWS)
+def test_seeds_and_offsets_are_inputs_of_one_graph(name, backend):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    make, call = DRAWS[name]
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for number in range(12):
+        x = make(number)
+        require_equal(results(lambda *each: compiled(*each, x)), results(lambda *each: call(*each, x)))
+    assert counter.frame_count <= 2  # the first number is a constant
+    for seed in (2**63 - 1, 2**63, 2**64 - 1) if name == "a seed" else ():
+        assert torch.equal(compiled(Q, K, V, seed), call(Q, K, V, seed))
+
+
+NUMBERS = {
+    "scale": (0.1, 0.2, 0.3), "softcap": (3.0, 4.0, 5.0), "window": ((1, 0), (2, 0), (5, 3), (None, 0)),
+    "q_start": (0, 1, 2), "p": (0.1, 0.2, 0.3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_another_number_compiles_again(name):
+    def call(x):
+        option = {"dropout": cuflash.Dropout(x, 1)} if name == "p" else {name: x}
+        return attention(Q, K, V, causal="top_left", **option)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    for number in NUMBERS[name]:
+        assert torch.equal(compiled(number), call(number))
+
+
+def test_dropout_of_a_compiled_model_is_drawn_by_pytorch():
+    torch._dynamo.reset()
+    layer = torch.nn.Module()
+
+    def call(q, k, v):
+        return cuflash.torch.transformers_attention(layer, q, k, v, is_causal=True, dropout=0.3)[0]
+
+    compiled, outputs = torch.compile(call, backend="aot_eager", fullgraph=True), []
+    for function in (compiled, call):
+        torch.manual_seed(0)
+        outputs.append([function(Q, K, V) for _ in range(3)])
+    require_equal(*outputs)
+    assert not torch.equal(*outputs[0][:2])
+
+
 def test_dynamic_lengths_have_the_same_bits():
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -135,9 +192,9 @@ def test_autocast_casts_what_it_casts_for_pytorch(dtype):
 
 
 def test_operators_keep_the_rules_of_operators():
-    name = cuflash.torch._operators._named(("q", "k", "v"), None, False, None, None, None, None, None, *WORDS)
+    name = cuflash.torch._operators._named(("q", "k", "v"), None, False, None, None, None, None, None, False, *WORDS)
     tensors = [each.clone().requires_grad_() for each in (Q, K, V)]
-    torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, name))
+    torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, (), name))
 
 
 WORDS = "auto", "auto", "ieee", False, 0, 0
