@@ -47,15 +47,16 @@ def call_digest(text: str) -> str:
 
 def parsed_call(text: str, kind: type[Any]) -> Any:
     """Return the record of class `kind` that a text describes."""
-    classes = {each.__name__: each for each in (kind, *_RECORDS, *_masks(Mask))}
+    classes = {each.__name__: each for each in (kind, *_RECORDS, *masks_of_library())}
     return _decoded(json.loads(text), classes)
 
 
-def _masks(kind: type[Mask]) -> Iterator[type[Mask]]:
+def masks_of_library(kind: type[Mask] = Mask) -> Iterator[type[Mask]]:
+    """Yield the classes of masks that every process has."""
     for each in kind.__subclasses__():
         if _is_ours(each):
             yield each
-        yield from _masks(each)
+            yield from masks_of_library(each)
 
 
 def _is_ours(kind: type[Any]) -> bool:

@@ -28,6 +28,7 @@ from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import Function, _SingleLevelFunction
 
+from ..calls._call_text import masks_of_library
 from ..dropout import Dropout
 from ..errors import UnsupportedProblem, refuse
 from ..keywords.answers import UNTRACED
@@ -182,6 +183,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         window = tuple([_constant(each) for each in window])
     if isinstance(mask, torch.Tensor):
         tensors["mask"], mask = mask, None
+    parts = _parts(mask, 16) if isinstance(mask, Mask) else None
     if sink is not None:
         tensors["sink"] = sink
     if bias is not None:
@@ -192,10 +194,32 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
                 tensors[name] = array
     words = [_constant(each) for each in words]
     name = _named(
-        tuple(tensors), mask, causal, window, _constant(scale), score, _constant(softcap), dropout, bool(draws), *words
+        tuple(tensors), mask if parts is None else None, parts, causal, window, _constant(scale), score,
+        _constant(softcap), dropout, bool(draws), *words,
     )  # fmt: skip
     o, lse = _OPERATORS.forward(list(tensors.values()), draws, name)
     return o, lse
+
+
+def _parts(value: Any, depth: int) -> Any:
+    """Return the classes and numbers of a mask, which `torch.compile` compares by value; None if it has other parts."""
+    if value is None or isinstance(value, (str, int, float)):
+        return (_constant(value),)
+    names = _FIELDS.get(type(value))
+    if not depth or names is None and type(value) is not tuple:
+        return None
+    rest = value if names is None else [getattr(value, name) for name in names]
+    parts = [_parts(each, depth - 1) for each in rest]
+    return None if None in parts else (type(value), *parts)
+
+
+def _whole(parts: tuple[Any, ...]) -> Any:
+    """Return the mask of these parts."""
+    kind, *rest = parts
+    if not isinstance(kind, type):
+        return kind
+    values = map(_whole, rest)
+    return tuple(values) if kind is tuple else kind(**dict(zip(_FIELDS[kind], values)))
 
 
 def _constant(value: Any) -> Any:
@@ -206,10 +230,11 @@ def _constant(value: Any) -> Any:
 
 
 def _named(
-    names: tuple[str, ...], mask: Any, causal: Any, window: Any, scale: Any, score: Any, softcap: Any, dropout: Any,
-    has_draws: bool, *words: Any,
+    names: tuple[str, ...], mask: Any, parts: Any, causal: Any, window: Any, scale: Any, score: Any, softcap: Any,
+    dropout: Any, has_draws: bool, *words: Any,
 ) -> str:  # fmt: skip
     """Return the name of a call while its function is compiled; its arguments become constants of the graph."""
+    mask = _whole(parts) if parts else mask
     if isinstance(mask, Mask) and not all(hasattr(mask, each.name) for each in fields(mask)):
         fix = "create it before, or pass a boolean tensor"
         refuse([f"mask must exist when a function is compiled; got a {type(mask).__name__} that it creates: {fix}"])
@@ -219,6 +244,7 @@ def _named(
 
 
 _named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result, without its import
+_FIELDS = {kind: tuple([each.name for each in fields(kind) if each.init]) for kind in masks_of_library()}
 _OPERATIONS = ("__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__sub__", "__rsub__", "__invert__")
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 

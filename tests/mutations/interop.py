@@ -96,6 +96,17 @@ FAULTS = {
             "torch/_operators.py", "_constant", 'return int(f"{value!r}")', "return value"
         ),
     },
+    interop_guards.equal_masks_share_a_graph: {
+        "masks are compared by identity": Edit(
+            "torch/_operators.py", "compiled", "_parts(mask, 16) if isinstance(mask, Mask) else None", "None"
+        ),
+        "numbers of masks may change within a graph": Edit(
+            "torch/_operators.py", "_parts", "return (_constant(value),)", "return (value,)"
+        ),
+        "masks have their fields in reverse": Edit(
+            "torch/_operators.py", "_whole", "zip(_FIELDS[kind], values)", "zip(reversed(_FIELDS[kind]), values)"
+        ),
+    },
     interop_guards.graphs_keep_positions: {
         "a graph contains calls at the start of a sequence": Edit(
             "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"

@@ -360,6 +360,21 @@ def graphs_follow_numbers(library: ModuleType) -> None:
     assert torch.equal(compiled(torch.tensor(5)), call(5, 1, 3))
 
 
+def equal_masks_share_a_graph(library: ModuleType) -> None:
+    """Check that new masks with equal parts do not compile a function again, and that each part counts."""
+    torch, module, masks = pytest.importorskip("torch"), part(library, "torch"), library.masks
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda mask: module.attention(q, k, v, mask=mask), backend=counter, fullgraph=True)
+    for left in (1, 1, 1, 2, 3, None):
+        mask = masks.Causal("top_left") & ~masks.SlidingWindow(left, 0, align="top_left")
+        assert (compiled(mask).numpy() == library.attention(Q, K, V, mask=mask)).all()
+        assert counter.frame_count == 1 or left != 1
+
+
 def graphs_keep_positions(library: ModuleType) -> None:
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = map(torch.from_numpy, (Q, K, V))

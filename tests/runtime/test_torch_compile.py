@@ -96,6 +96,35 @@ def test_a_compiled_call_follows_its_arguments():
         assert torch.equal(compiled(mask), attention(Q, K, V, mask=mask))
 
 
+NEW_MASKS = {
+    "a window": lambda: masks.SlidingWindow(3, 0),
+    "an intersection": lambda: masks.Causal() & masks.SlidingWindow(3, 0),
+    "algebra": lambda: masks.Causal("top_left") | ~masks.Dilated(2) & masks.Band(None, 9),
+    "blocks": lambda: masks.Causal().on_blocks(4),
+}
+
+
+@pytest.mark.parametrize("name", NEW_MASKS)
+def test_equal_masks_share_a_graph(name):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda mask: attention(Q, K, V, mask=mask), backend=counter, fullgraph=True)
+    for _ in range(12):
+        assert torch.equal(compiled(NEW_MASKS[name]()), attention(Q, K, V, mask=NEW_MASKS[name]()))
+    assert counter.frame_count == 1
+    for mask in (masks.SlidingWindow(5, 1), masks.Band(-5, 1), ~masks.SlidingWindow(5, 1)):
+        assert torch.equal(compiled(mask), attention(Q, K, V, mask=mask))
+
+
+def test_a_deep_mask_is_compiled():
+    torch._dynamo.reset()
+    mask = masks.Causal()
+    for left in range(40):
+        mask = ~(mask & masks.SlidingWindow(left, 0))
+    compiled = torch.compile(lambda: attention(Q, K, V, mask=mask), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(), attention(Q, K, V, mask=mask))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_of_a_compiled_call_use_its_own_mask(backend):
     """A function is called with two masks before the first gradient."""
@@ -192,7 +221,8 @@ def test_autocast_casts_what_it_casts_for_pytorch(dtype):
 
 
 def test_operators_keep_the_rules_of_operators():
-    name = cuflash.torch._operators._named(("q", "k", "v"), None, False, None, None, None, None, None, False, *WORDS)
+    options = None, None, False, None, None, None, None, None, False, *WORDS
+    name = cuflash.torch._operators._named(("q", "k", "v"), *options)
     tensors = [each.clone().requires_grad_() for each in (Q, K, V)]
     torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, (), name))
 
