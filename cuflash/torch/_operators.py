@@ -39,7 +39,7 @@ from ..planning.options import Options
 from ..plans import Plan
 from ..scores import Score
 from ._tensors import Axes, Tensor, in_autocast
-from ._transformed import AnyCall, Transformed, names_of, results_of, run_pass
+from ._transformed import MASK, AnyCall, Transformed, names_of, results_of, run_pass
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 _NAMESPACE = __name__.partition(".")[0]  # so that another copy of the library has operators of its own
@@ -182,7 +182,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
     if isinstance(window, tuple):
         window = tuple([_constant(each) for each in window])
     if isinstance(mask, torch.Tensor):
-        tensors["mask"], mask = mask, None
+        tensors[MASK], mask = mask, None
     parts = _parts(mask, 16) if isinstance(mask, Mask) else None
     if sink is not None:
         tensors["sink"] = sink

@@ -25,6 +25,7 @@ from ..scores import Score
 from ._passes import Call, OnGpu, looked_up_call, ran
 from ._tensors import NEW, Axes, Tensor, own_integers
 
+MASK = "mask="  # the name of a boolean tensor as mask, which no array of a score has
 _ALIGNED = ("sink", "bias")  # operands whose batch axes, if any, are aligned to the last ones of q, k and v
 
 
@@ -154,7 +155,7 @@ class Transformed:
         if isinstance(dropout, Dropout):
             seed, offset = self.draws or (dropout.seed, dropout.offset)
             options = options._replace(dropout=Dropout(dropout.p, tensors.get(SEED, seed % (1 << 64)), offset))
-        mask = tensors.get("mask", options.mask)
+        mask = tensors.get(MASK, options.mask)
         options, operands = with_one_score(options._replace(mask=mask, score=score, wrt=tuple(wrt), **own))
         operands = {name: own_integers(name, each, tensors["q"]) for name, each in operands.items()}
         return {name: tensors[name] for name in ("q", "k", "v")} | operands, options
@@ -245,7 +246,7 @@ def run_pass(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Ten
             return run_pass(call, name, wrt, tensors)
     if isinstance(call, Transformed):
         call = call.on({each: arrays[each] for each in call.names}, wrt)
-        arrays.pop("mask", None)
+        arrays.pop(MASK, None)
     results = call.run(name, arrays)
     if name == "jvp" or len(results) == 3 + len(wrt):
         return results

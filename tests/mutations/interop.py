@@ -103,6 +103,9 @@ FAULTS = {
         "numbers of masks may change within a graph": Edit(
             "torch/_operators.py", "_parts", "return (_constant(value),)", "return (value,)"
         ),
+        "an array of a score may be the mask": Edit(
+            "torch/_transformed.py", None, 'MASK = "mask="', 'MASK = "mask"'
+        ),
         "masks have their fields in reverse": Edit(
             "torch/_operators.py", "_whole", "zip(_FIELDS[kind], values)", "zip(reversed(_FIELDS[kind]), values)"
         ),

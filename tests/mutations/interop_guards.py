@@ -298,7 +298,7 @@ def recorded_calls_use_their_own_mask(library: ModuleType) -> None:
     """Check gradients of a call that a graph runs twice, with two masks, before the first gradient."""
     torch, module = pytest.importorskip("torch"), part(library, "torch._transformed")
     options = part(library, "planning.options").Options()
-    call = module.Transformed(("q", "k", "v", "mask"), options)
+    call = module.Transformed(("q", "k", "v", module.MASK), options)
     call.is_traced = True
     q, k, v, do = map(torch.from_numpy, (Q, K, V, DO))
     outputs = [call.forward(q, k, v, torch.from_numpy(mask)) for mask in (UPPER, ~UPPER)]
@@ -369,6 +369,9 @@ def equal_masks_share_a_graph(library: ModuleType) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda mask: module.attention(q, k, v, mask=mask), backend=counter, fullgraph=True)
+    score = library.scores.Score(lambda s, b, h, i, j, mask: s * mask[h], mask=torch.arange(4.0))
+    o = torch.compile(lambda: module.attention(q, k, v, score=score), backend="eager", fullgraph=True)()
+    assert (o.numpy() == library.attention(Q, K, V, score=score)).all()
     for left in (1, 1, 1, 2, 3, None):
         mask = masks.Causal("top_left") & ~masks.SlidingWindow(left, 0, align="top_left")
         assert (compiled(mask).numpy() == library.attention(Q, K, V, mask=mask)).all()

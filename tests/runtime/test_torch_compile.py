@@ -32,6 +32,7 @@ SLOPES = drawn(4, seed=5).abs().requires_grad_()
 SCORE, LENGTHS = scores.alibi(SLOPES), masks.Lengths(kv=torch.tensor([32, 20]))
 WINDOW = masks.Causal() & masks.SlidingWindow(8, 0)
 INDEX = BlockIndex.from_mask(masks.Causal(), 32, 32, 16)
+NAMED = scores.Score(lambda s, b, h, i, j, mask: s * mask[h], mask=SINK)
 CALLS = {
     "plain": lambda q, k, v: attention(q, k, v),
     "causal": lambda q, k, v: attention(q, k, v, causal=True, scale=0.3),
@@ -44,6 +45,7 @@ CALLS = {
     "a tensor as mask": lambda q, k, v: attention(q, k, v, mask=ALLOWED),
     "an index": lambda q, k, v: attention(q, k, v, mask=INDEX),
     "a score": lambda q, k, v: attention(q, k, v, score=SCORE),
+    "a score whose array is called mask": lambda q, k, v: attention(q, k, v, score=NAMED, mask=ALLOWED),
     "a function as score": lambda q, k, v: attention(q, k, v, score=lambda s, b, h, i, j: s - abs(i - j)),
     "dropout": lambda q, k, v: attention(q, k, v, dropout=cuflash.Dropout(0.3, seed=4)),
     "lse": lambda q, k, v: sum(each.sum() for each in attention(q, k, v, return_lse=True)),
