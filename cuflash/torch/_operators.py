@@ -223,7 +223,9 @@ def _whole(parts: tuple[Any, ...]) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """Return a number that `torch.compile` would otherwise make an input of the graph; other values unchanged."""
+    """Return a number that PyTorch would otherwise make an input of the graph; other values unchanged."""
+    if isinstance(value, torch.SymInt):  # a length of a tensor within torch.export
+        return int(value)
     if type(value) is int:
         return int(f"{value!r}")
     return float(f"{value!r}") if type(value) is float else value

@@ -42,6 +42,14 @@ for number, name in enumerate(names):
 """
 
 
+def test_a_length_of_a_tensor_is_a_constant_of_a_program():
+    """A window of half the length does not stay that of the first length: the program refuses other lengths."""
+    call = Module(lambda q, k, v: attention(q, k, v, window=(q.shape[-2] // 2, 0)))
+    length = torch.export.Dim("length", min=4, max=64)
+    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+        torch.export.export(call, (Q, K, V), dynamic_shapes={"q": {2: length}, "k": {2: length}, "v": {2: length}})
+
+
 class Module(torch.nn.Module):
     def __init__(self, call):
         super().__init__()
