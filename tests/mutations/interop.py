@@ -74,8 +74,19 @@ FAULTS = {
         "a text has no score": Edit(
             "torch/_transformed.py", "Transformed.text", "bias=bias), parts))", "bias=bias), ()))"
         ),
+        "a text names a class of the user": Edit(
+            "calls/_call_text.py", "_encoded", "_is_ours(type(value)) and not", "not"
+        ),
+        "a class of the user is one of the library": Edit(
+            "calls/_call_text.py", "masks_of_library", "if _is_ours(each):", "if True:"
+        ),
         "a call of a text has a number": Edit(
             "torch/_transformed.py", "Transformed.read", "call.name, call.is_traced = text, True", "pass"
+        ),
+    },
+    interop_guards.programs_hold_no_symbols: {
+        "a length stays a symbol": Edit(
+            "torch/_operators.py", "_constant", "if isinstance(value, torch.SymInt):", "if False:"
         ),
     },
     interop_guards.graphs_follow_numbers: {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -325,17 +326,37 @@ def graphs_hold_texts(library: ModuleType) -> None:
     torch, operators = pytest.importorskip("torch"), part(library, "torch._operators")
     q, k, v = map(torch.from_numpy, (Q, K, V))
     score, bias = library.scores.alibi(torch.from_numpy(TABLE[0])), torch.from_numpy(BIAS)
-    for options in ({"causal": True, "bias": bias}, {"score": score}, {"mask": lambda b, h, i, j: j < 3}):
+
+    @dataclass(frozen=True, eq=False)
+    class Causal(library.masks.Mask):  # no other process has this class
+        def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return j < 3
+
+    held = [{"mask": Causal()}, {"mask": Causal().__call__}]
+    for options in ({"causal": True, "bias": bias}, {"mask": library.masks.Causal()}, {"score": score}, *held):
         call, tensors = operators.Transformed.of(q, k, v, part(library, "planning.options").Options(**options))
         name = operators.name_of(call, is_traced=True)
         operators._calls.clear()
-        if "mask" in options:
+        if options in held:
             with pytest.raises(library.UnsupportedProblem, match="torch.export cannot save"):
                 operators._OPERATORS.forward(tensors, (), name)
         else:
             options = {each: BIAS if each == "bias" else value for each, value in options.items()}
             o, _ = operators._OPERATORS.forward(tensors, (), name)
             assert (o.numpy() == library.attention(Q, K, V, **options)).all() and operators._call(name).name == name
+
+
+def programs_hold_no_symbols(library: ModuleType) -> None:
+    """Check that torch.export refuses to vary a length from which a call computes its window."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+
+    class Windowed(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return module.attention(q, k, v, window=(q.shape[-2] // 2, 0))
+
+    length = torch.export.Dim("length", min=4, max=64)
+    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+        torch.export.export(Windowed(), (*map(torch.from_numpy, (Q, K, V)),), dynamic_shapes=[{1: length}] * 3)
 
 
 def graphs_follow_numbers(library: ModuleType) -> None:
