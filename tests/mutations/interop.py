@@ -191,6 +191,9 @@ FAULTS = {
         "integers of the library are not tensors": Edit(
             "torch/_tensors.py", "own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
         ),
+        "a mask of a transformation has no elements": Edit(
+            "layouts.py", "_without_tracking", "while functorch.is_gradtrackingtensor(value):", "while False:"
+        ),
         "a bias of integers is the library's own": Edit(
             "torch/_tensors.py", "own_integers", 'name in ("bias", "sink") or', ""
         ),

@@ -284,7 +284,7 @@ def _batches_are_right(library: ModuleType, module: ModuleType, torch: ModuleTyp
 def own_integers_are_taken(library: ModuleType) -> None:
     torch, module, scores = pytest.importorskip("torch"), part(library, "torch"), library.scores
     q, k, v = (torch.from_numpy(array) for array in (Q, K, V))
-    slopes, offsets = np.arange(4.0), [0, 2, 6]
+    slopes, offsets, mask = np.arange(4.0), [0, 2, 6], q[0] @ q[0].T > 0
     expected = library.attention(Q, K, V, score=scores.within(scores.alibi(slopes), offsets))
     actual = module.attention(q, k, v, score=scores.within(scores.alibi(torch.from_numpy(slopes)), offsets))
     assert (actual.numpy() == expected).all()
@@ -292,6 +292,8 @@ def own_integers_are_taken(library: ModuleType) -> None:
         module.attention(q, k, v, score=scores.alibi(slopes))
     with pytest.raises(TypeError, match="sink must be a torch.Tensor; got an array"):
         module.attention(q, k, v, sink=np.arange(4))
+    inside = torch.func.grad(lambda q: module.attention(q, k, v, mask=q[0] @ q[0].T > 0).sum())(q)
+    assert (inside == torch.func.grad(lambda q: module.attention(q, k, v, mask=mask).sum())(q)).all()
 
 
 def recorded_calls_use_their_own_mask(library: ModuleType) -> None:
