@@ -387,7 +387,7 @@ class BlockIndex(Memoized):
         return namespace(self.indptr) is np
 
     def to(self, convert: Callable[[Array], Array]) -> BlockIndex:
-        """Convert each array: ``index.to(cupy.asarray)`` copies an index to the device.
+        """Convert each array: `cupy.asarray` copies an index to the device, and `cupy.asnumpy` copies it to the host.
 
         Parameters
         ----------
@@ -412,7 +412,11 @@ class BlockIndex(Memoized):
         True
         """
         require_callable("convert", convert)
-        return replace(self, **{name: convert(array) for name, array in self._arrays.items()})
+        arrays = {name: convert(array) for name, array in self._arrays.items()}
+        if not self.is_on_host and isinstance(arrays["indptr"], np.ndarray):  # drop space after the last entry
+            listed = slice(int(arrays["indptr"][-1]))
+            arrays |= {name: arrays[name][listed] for name in ("indices", "kinds", "tiles")}
+        return replace(self, **arrays)
 
     @property
     def _arrays(self) -> dict[str, Array]:
@@ -435,11 +439,7 @@ class BlockIndex(Memoized):
         >>> index._on_host is index
         True
         """
-        if self.is_on_host:
-            return self
-        copied = self.to(to_host)
-        listed = slice(int(copied.indptr[-1]))
-        return replace(copied, indices=copied.indices[listed], kinds=copied.kinds[listed], tiles=copied.tiles[listed])
+        return self if self.is_on_host else self.to(to_host)
 
     @cached_property
     def _kept(self) -> KeptIndex | None:
