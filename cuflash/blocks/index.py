@@ -24,7 +24,7 @@ from ..masks.fields import with_cupy_arrays
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import BlockSize, MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, KeptIndex, Owner
-from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
+from .classify import BlockKind, classify, list_reasons, pack, pointers, transposed_intervals, unpack
 from .index_mask import IndexMask, chosen_lists
 from .report import IndexReport, elements_of, report_of, row_counts_of
 
@@ -67,6 +67,11 @@ class BlockIndex(Memoized):
         Bit tiles, each stored once; key 8 c + r of a tile is bit r of byte c.
     lo, hi : int32 array [batch or 1, num_heads or 1, seqlen_q], or None
         Row intervals of the entries of kind INTERVAL.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Arrays on the host are not such lists; the error lists all reasons. Arrays on a device are not inspected.
 
     Notes
     -----
@@ -114,6 +119,8 @@ class BlockIndex(Memoized):
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 object.__setattr__(self, name, _read_only(array))
+        if isinstance(self.indptr, np.ndarray):
+            refuse(list_reasons(self))
 
     @classmethod
     def _of_lists(cls, carried: CarriedLists, **facts: Any) -> BlockIndex:
