@@ -359,7 +359,8 @@ def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
     grid : Grid
         A grid with blocks of one query and one page.
     bounds : array [*heads, seqlen_q, num_pages]
-        The bounds over all keys of a page; they are kept for pages that the query attends entirely.
+        The bounds over all keys of a page; they are kept for pages that the query attends entirely. The bound of a
+        page that the query does not attend becomes -inf, since other heads of the query's group may attend it.
     """
     xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
     q, k = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
@@ -372,7 +373,8 @@ def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
         query = rows.of(cut, cut.queries)[..., 0, :]
         of_columns = xp.maximum(query * least.min(axis=-2), query * greatest.max(axis=-2))
         flat[cut.place] = of_columns.sum(axis=-1)
-    return bounds, blocks.states != 0
+    is_attended = blocks.states != 0
+    return xp.where(is_attended, bounds, -np.inf), is_attended
 
 
 def last_queries(grid: Grid, most: int) -> tuple[Array, Array, Array]:

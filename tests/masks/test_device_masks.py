@@ -126,6 +126,13 @@ def assert_flat_arrays(index):
     assert set(shapes.values()) == {(room,)}
 
 
+def test_copies_on_the_host_have_no_unused_space():
+    index, expected = index_on_both(MaskShape((), 1, 20, 20), masks.Dense(np.tri(20, dtype=bool)), (4, 4))
+    with device.transfers_allowed():
+        copied = index.to(device.to_host)
+    assert len(index.indices) == 25 and len(copied.indices) == 15 and copied == expected
+
+
 @given(CASES, BLOCKS, BLOCKS)
 def test_an_index_on_a_device_is_a_mask(case, block, other):
     shape, mask = case
