@@ -22,6 +22,7 @@ from .grid import Grid, block_means, of_strides, padded
 from .query_scores import RunKeys, chosen_by_kernel
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def pooled(
     q: Array,
@@ -129,6 +130,7 @@ def pooled(
     return grid.index(rows if share == "query" else grid.of_query_heads(rows))
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def antidiagonal(
     q: Array,

@@ -142,9 +142,8 @@ class Rows:
 def products(x: Array, y: Array) -> Array:
     """Multiply rows x [..., m, dim] and y [..., n, dim] to [..., m, n]; on a device, do not use a matrix library."""
     if isinstance(x, np.ndarray):
-        with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
-            product: Array = x @ y.swapaxes(-1, -2)
-            return product
+        product: Array = x @ y.swapaxes(-1, -2)
+        return product
     sums = namespace(x).zeros((*np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2]), x.dtype)
     for column in range(x.shape[-1]):
         sums = sums + x[..., :, None, column] * y[..., None, :, column]
@@ -214,7 +213,6 @@ def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) ->
     return mass, counts > 0, unlike
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def _of_mean_keys(
     grid: Grid, blocks: MaskedBlocks, of_queries: Array, threshold: float | None
 ) -> tuple[Array, Array | None]:
@@ -263,8 +261,7 @@ def sums_by_query(grid: Grid, blocks: MaskedBlocks, first: int, stop: int) -> tu
     num_queries, num_columns = (stop - first) * block_q, blocks.index.num_kv_blocks
     q, keys = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
     lengths = xp.minimum(shape.seqlen_kv - xp.arange(0, num_columns * block_kv, block_kv), block_kv)
-    with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
-        of_blocks = grid.of_query_heads(block_means(grid.k, block_kv) * lengths[:, None].astype(keys.dtype))
+    of_blocks = grid.of_query_heads(block_means(grid.k, block_kv) * lengths[:, None].astype(keys.dtype))
     sums = products(padded(q[..., first * block_q : stop * block_q, :], num_queries), of_blocks)
     is_full = xp.repeat(blocks.states[..., first:stop, :] == 1, block_q, axis=-2)
     is_full = is_full & (xp.arange(num_queries) < shape.seqlen_q - first * block_q)[:, None]
@@ -318,7 +315,6 @@ def mass_of_blocks(grid: Grid, mass: Array, num_parts: int, stride: int) -> Arra
     return pieces.reshape(*mass.shape[:-1], num_columns, parts_of_block).sum(axis=-1)
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     """Compute masses [*heads, rows, columns] of blocks by softmax over sums of scores on antidiagonals of cells.
 
@@ -350,7 +346,6 @@ def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     return xp.concatenate(parts, axis=-2)
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
     """Bound the scores of each query over the keys of a page that it attends; also return which pages have such keys.
 

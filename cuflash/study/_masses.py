@@ -30,6 +30,7 @@ from ..plans.plan import Plan
 MAX_DIM = 4096  # largest head_dim; kernels sum scores over chunks of it
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def block_mass(
     q: Array,

@@ -600,5 +600,5 @@ def test_queries_that_are_not_one_entry_a_sequence_are_refused(q: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"mask": np.tri(64, dtype=bool)}], ids=["no mask", "a mask"])
 def test_rows_that_are_not_finite_raise_nothing(name, factors, options):
     q, k = np.random.default_rng(0).standard_normal((2, 2, 64, 8))
-    with np.errstate(all="raise", under="ignore"):
+    with np.errstate(all="raise"):
         getattr(selectors, name)(q * factors[0], k * factors[1], block=16, budget=Budget(top_k=2), **options)
