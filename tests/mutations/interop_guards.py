@@ -234,6 +234,9 @@ def derivatives_of_tensors_are_right(library: ModuleType) -> None:
         value.backward()
     by_gradients = torch.func.grad(lambda q: (torch.func.grad(loss)(q) * q).sum())(plain[0])
     assert torch.allclose(torch.func.grad(slope)(plain[0]), by_gradients)
+    with watched(part(library, "torch._functions"), "run_pass") as calls:
+        torch.autograd.grad(loss(tensors[0]), tensors[0], torch._efficientzerotensor((), dtype=torch.float64))
+    assert all(tensor is None or tensor.data_ptr() for *_, read in calls for tensor in read)
     _batches_are_right(library, module, torch, plain)
 
 
