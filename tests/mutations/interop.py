@@ -70,6 +70,9 @@ FAULTS = {
         "a graph contains calls at the start of a sequence": Edit(
             "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"
         ),
+        "numbers that change are inputs of a graph": Edit(
+            "torch/_operators.py", "_constant", "if is_number else value", "if value is None else value"
+        ),
     },
     interop_guards.graphs_leave_calls_to_python: {
         "a graph contains the NumPy code of calls with outputs": Edit(

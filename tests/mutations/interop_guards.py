@@ -327,9 +327,12 @@ def graphs_keep_positions(library: ModuleType) -> None:
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = map(torch.from_numpy, (Q, K, V))
     torch._dynamo.reset()
-    options = {"causal": "top_left", "q_start": 3, "kv_start": 1}
-    o = torch.compile(lambda: module.attention(q, k, v, **options), backend="eager", fullgraph=True)()
-    assert (o.numpy() == library.attention(Q, K, V, **options)).all()
+    options = {"causal": "top_left", "kv_start": 1}
+    compiled = torch.compile(
+        lambda start: module.attention(q, k, v, q_start=start, **options), backend="eager", fullgraph=True
+    )
+    for start in (3, 2):
+        assert (compiled(start).numpy() == library.attention(Q, K, V, q_start=start, **options)).all()
 
 
 def models_are_served(library: ModuleType) -> None:
