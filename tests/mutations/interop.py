@@ -374,6 +374,13 @@ FAULTS = {
             "jax/_batching.py", "_at_once", "leading = (array.shape[0], *missing,",
             "leading = (*missing, array.shape[0],",
         ),
+        "axes of the batch are axes of a score's array": Edit(
+            "jax/_batching.py", "_num_indices", "len(each.args) for each in loads",
+            "score.program.arrays[each.value].rank for each in loads",
+        ),
+        "an array is read with one number of indices": Edit(
+            "jax/_batching.py", "_takes_an_axis", "name.removesuffix(DOT))) > 1", "name.removesuffix(DOT))) > 9"
+        ),
         "mapped calls draw the weights of one large call": Edit(
             "jax/_batching.py", "_takes_an_axis", "if options.dropout is not None:", "if False:"
         ),
