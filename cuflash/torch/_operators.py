@@ -151,9 +151,18 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         for name, array in score.arrays.items():
             if isinstance(array, torch.Tensor):
                 tensors[name] = array
-    name = _named(tuple(tensors), mask, causal, window, scale, score, softcap, draws, *words)
+    values = mask, causal, window, scale, score, softcap, draws, *words
+    name = _named(tuple(tensors), *[_constant(each) for each in values])
     o, lse = _OPERATORS.forward(list(tensors.values()), name)
     return o, lse
+
+
+def _constant(value: Any) -> Any:
+    """Return a value without symbols: a graph would take numbers that differ between calls as inputs."""
+    if isinstance(value, tuple):
+        return tuple([_constant(each) for each in value])
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return torch.fx.experimental.symbolic_shapes.guard_scalar(value) if is_number else value
 
 
 def _named(

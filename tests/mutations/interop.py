@@ -70,6 +70,9 @@ FAULTS = {
         "a graph contains calls at the start of a sequence": Edit(
             "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"
         ),
+        "numbers that change are inputs of a graph": Edit(
+            "torch/_operators.py", "_constant", "if is_number else value", "if value is None else value"
+        ),
     },
     interop_guards.graphs_leave_calls_to_python: {
         "a graph contains the NumPy code of calls with outputs": Edit(
@@ -145,6 +148,9 @@ FAULTS = {
         "gradients of tangents read lse_dot's as none": Edit(
             "torch/_functions.py", "_Tangent.backward", "_Gradients.apply(call, wrt, u, u_lse,",
             "_Gradients.apply(call, wrt, u, None,",
+        ),
+        "a gradient without memory is not one of zeros": Edit(
+            "torch/_functions.py", "_resolved", "if tensor._is_zerotensor()", "if False"
         ),
         "double backward has no gradient of do": Edit(
             "torch/_functions.py", "_Gradients.backward", "return None, None, o_dot,", "return None, None, None,"
@@ -370,6 +376,13 @@ FAULTS = {
         "the mapped axis is the last of the batch": Edit(
             "jax/_batching.py", "_at_once", "leading = (array.shape[0], *missing,",
             "leading = (*missing, array.shape[0],",
+        ),
+        "axes of the batch are axes of a score's array": Edit(
+            "jax/_batching.py", "_num_indices", "len(each.args) for each in loads",
+            "score.program.arrays[each.value].rank for each in loads",
+        ),
+        "an array is read with one number of indices": Edit(
+            "jax/_batching.py", "_takes_an_axis", "name.removesuffix(DOT))) > 1", "name.removesuffix(DOT))) > 9"
         ),
         "mapped calls draw the weights of one large call": Edit(
             "jax/_batching.py", "_takes_an_axis", "if options.dropout is not None:", "if False:"

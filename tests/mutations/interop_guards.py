@@ -234,6 +234,9 @@ def derivatives_of_tensors_are_right(library: ModuleType) -> None:
         value.backward()
     by_gradients = torch.func.grad(lambda q: (torch.func.grad(loss)(q) * q).sum())(plain[0])
     assert torch.allclose(torch.func.grad(slope)(plain[0]), by_gradients)
+    with watched(part(library, "torch._functions"), "run_pass") as calls:
+        torch.autograd.grad(loss(tensors[0]), tensors[0], torch._efficientzerotensor((), dtype=torch.float64))
+    assert all(tensor is None or tensor.data_ptr() for *_, read in calls for tensor in read)
     _batches_are_right(library, module, torch, plain)
 
 
@@ -326,9 +329,12 @@ def graphs_keep_positions(library: ModuleType) -> None:
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = map(torch.from_numpy, (Q, K, V))
     torch._dynamo.reset()
-    options = {"causal": "top_left", "q_start": 3, "kv_start": 1}
-    o = torch.compile(lambda: module.attention(q, k, v, **options), backend="eager", fullgraph=True)()
-    assert (o.numpy() == library.attention(Q, K, V, **options)).all()
+    options = {"causal": "top_left", "kv_start": 1}
+    compiled = torch.compile(
+        lambda start: module.attention(q, k, v, q_start=start, **options), backend="eager", fullgraph=True
+    )
+    for start in (3, 2):
+        assert (compiled(start).numpy() == library.attention(Q, K, V, q_start=start, **options)).all()
 
 
 def models_are_served(library: ModuleType) -> None:

@@ -95,6 +95,23 @@ def test_a_compiled_call_follows_its_arguments():
         assert torch.equal(compiled(mask), attention(Q, K, V, mask=mask))
 
 
+@pytest.mark.parametrize("name, values", {
+    "scale": (0.3, 0.5, 0.7), "softcap": (2.0, 3.0), "window": ((1, 0), (2, None)), "q_start": (0, 3),
+    "dropout": (cuflash.Dropout(0.3, seed=4), cuflash.Dropout(0.3, seed=5)),
+}.items())  # fmt: skip
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_another_number_compiles_again(name, values, dynamic):
+    """PyTorch turns numbers that change between calls into inputs of a graph."""
+    torch._dynamo.reset()
+
+    def call(value):
+        return attention(Q, K, V, causal="top_left", **{name: value})
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=dynamic)
+    for value in values:
+        assert torch.equal(compiled(value), call(value))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_of_a_compiled_call_use_its_own_mask(backend):
     """A function is called with two masks before the first gradient."""
