@@ -151,7 +151,7 @@ def test_bool_of_a_mask_says_which_operators_to_use():
 
 
 def check_aligned_patterns(library):
-    """Check that the last queries of a sequence attend the keys that they attend in the whole, and earlier ones none."""
+    """Check that the last queries of a sequence attend the same keys as in the whole, and earlier queries none."""
     of, lengths = importlib.import_module(f"{library.__name__}.patterns"), ((4, 9), (9, 9))
     for make in (
         lambda align: of.longformer((2, 1), 2, align=align),
