@@ -209,7 +209,7 @@ def make_lists(library=cuflash, **changes):
 
 
 WRONG_LISTS = {
-    "numbers that are no ints": ({"indices": [0.0, 2.0, 1.0]}, "indices must be an integer array with one axis"),
+    "numbers that are not ints": ({"indices": [0.0, 2.0, 1.0]}, "indices must be an integer array with one axis"),
     "a row too few": ({"indptr": [0, 3]}, "indptr must have 3 numbers"),
     "rows that end before the last entry": ({"indptr": [0, 2, 2]}, "indptr must have .* from 0 to the 3 entries"),
     "rows that end before they start": ({"indptr": [0, 4, 3]}, "numbers that never decrease"),
