@@ -175,12 +175,13 @@ def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | N
     queries = blocks.queries()
     of_queries = mean_of_seen(queries, grid.block[0], blocks.has_key)
     scores, unlike = _of_mean_keys(grid, blocks, of_queries, threshold)
-    mass = softmax(scores * scores.dtype.type(grid.scale), blocks.states != 0)
+    is_seen = blocks.states != 0
+    mass = softmax(scores * scores.dtype.type(grid.scale), is_seen if unlike is None else is_seen & ~unlike)
     if threshold is None or unlike is None:
         return mass, None
     means = mean_of_seen(directions_of(queries), grid.block[0], blocks.has_key)
     of_rows = (means * means).sum(axis=-1) < threshold
-    return grid.xp.where(unlike, 0, mass).astype(mass.dtype), unlike | of_rows[..., None]
+    return mass, unlike | of_rows[..., None]
 
 
 def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) -> tuple[Array, Array, Array | None]:
@@ -205,12 +206,12 @@ def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) ->
     xp, num_queries, blocks = grid.xp, grid.shape.seqlen_q, MaskedBlocks(grid, grid.block)
     sums, counts = (x[..., :num_queries, :] for x in sums_by_query(grid, blocks, 0, grid.size[0]))
     scores = sums * sums.dtype.type(grid.scale) / xp.maximum(counts, 1).astype(sums.dtype)
-    mass, unlike = softmax(scores, counts > 0 if is_past is None else (counts > 0) & is_past), None
+    is_seen, unlike = counts > 0 if is_past is None else (counts > 0) & is_past, None
     if threshold is not None:
         nothing = xp.zeros((*grid.heads, grid.size[0], grid.k.shape[-1]), sums.dtype)
         of_rows = _of_mean_keys(grid, blocks, nothing, threshold)[1]
         unlike = xp.repeat(of_rows, grid.block[0], axis=-2)[..., :num_queries, :]
-    return mass, counts > 0, unlike
+    return softmax(scores, is_seen if unlike is None else is_seen & ~unlike), counts > 0, unlike
 
 
 def _of_mean_keys(

@@ -151,7 +151,7 @@ def test_bool_of_a_mask_says_which_operators_to_use():
 
 
 def check_aligned_patterns(library):
-    """Check that the last queries of a sequence attend the same keys as in the whole, and earlier queries none."""
+    """Check that the last queries of a sequence attend the keys that they attend in the whole."""
     of, lengths = importlib.import_module(f"{library.__name__}.patterns"), ((4, 9), (9, 9))
     for make in (
         lambda align: of.longformer((2, 1), 2, align=align),
@@ -162,7 +162,8 @@ def check_aligned_patterns(library):
         part, whole = (make("bottom_right").toarray(*each) for each in lengths)
         assert np.array_equal(part, whole[5:]) and np.array_equal(whole, make(None).toarray(9))
         assert np.array_equal(make("bottom_right").toarray(9, 4)[5:], make(None).toarray(4))
-    assert of.longformer((0, 0), 2, align="bottom_right").toarray(9, 4)[:5].tolist() == [[True, True, False, False]] * 5
+    before = of.longformer((0, 0), 2, align="bottom_right").toarray(9, 4)[:5]
+    assert before.tolist() == [[True, True, False, False]] * 5
 
 
 def test_aligned_patterns():

@@ -11,6 +11,7 @@ from mutations.python_guards import part
 from test_query_scores import TELLING, check_lists, check_nan_key
 from test_query_selectors import DIM, HEADS, KV_HEADS, NAMES, RUN, STRIDE, check, check_pages_of_a_group
 from test_selection_kernels import check_choice
+from test_selectors import check_unlike_keys
 
 import cuflash
 from cuflash.sim import SimulationError
@@ -64,6 +65,10 @@ def compressed_keys_are_right(library: ModuleType) -> None:
 
 def pages_of_a_group_are_attended(library: ModuleType) -> None:
     check_pages_of_a_group(library)
+
+
+def unlike_keys_take_no_part(library: ModuleType) -> None:
+    check_unlike_keys(library)
 
 
 def columns_and_diagonals_are_listed(library: ModuleType) -> None:
@@ -310,6 +315,17 @@ FAULTS = {
     pages_of_a_group_are_attended: {
         "pages have bounds for heads that do not attend them": Edit(
             "selectors/masked.py", "bounds_of_pages", "xp.where(is_attended, bounds, -np.inf)", "bounds"
+        ),
+    },
+    unlike_keys_take_no_part: {
+        "unlike keys have a part of the mass": Edit(
+            ESTIMATES, "_ByMeans._mass", "is_seen = ~self._left_out", "is_seen = self._left_out | True"
+        ),
+        "unlike keys of a mask have a part of the mass": Edit(
+            "selectors/masked.py", "mass_of_means", "is_seen & ~unlike", "is_seen"
+        ),
+        "unlike keys of a query have a part of the mass": Edit(
+            "selectors/masked.py", "mass_by_query", "is_seen & ~unlike", "is_seen"
         ),
     },
     columns_and_diagonals_are_listed: {
