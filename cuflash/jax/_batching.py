@@ -129,7 +129,7 @@ def _own_axes(one: Pass, name: str) -> int:
 
 
 def _num_indices(one: Pass, name: str) -> set[int]:
-    """Return with how many indices a score function reads an array; the array's other axes are those of the batch."""
+    """Return the numbers of indices with which a score function reads an array, after axes that it broadcasts."""
     score: Any = one.call.options.score
     loads = (each for each in score.program.instructions if each.op == "load")
     return {len(each.args) for each in loads if score.program.arrays[each.value].name == name}
