@@ -32,8 +32,8 @@ stamp  = $(VENV)/.installed-$(1)$(if $(CUDA),-$(CUDA))
 demo: $(call stamp,experiments)
 	$(RUN) -m experiments block_sparsity --speed-seqlens 4096 --repeats 3
 
-GALLERY = selector_shootout crossover pattern_zoo flash_ladder flashattention1_tables memory_traffic numerical_error \
-  train_language_model long_range
+GALLERY = selector_shootout chosen_recall nsa_layer crossover pattern_zoo flash_ladder flashattention1_tables \
+  memory_traffic numerical_error train_language_model long_range
 gallery: $(call stamp,experiments)
 	for name in $(GALLERY); do $(RUN) -m experiments $$name || exit; done
 

@@ -123,6 +123,7 @@ def is_on_cuda(name: str, value: Any) -> bool:
         The array is on any other device, does not report its device, or is a PyTorch tensor whose elements cannot be
         read in place.
     """
+    value = _without_tracking(value)
     reasons = tensor_reasons(name, value)
     if not reasons and is_tensor(value) and value.requires_grad:
         why, fix = "which NumPy calls do not record", f"pass {name}.detach(), or call cuflash.torch.attention"
@@ -154,6 +155,7 @@ def taken(name: str, value: Any, xp: Namespace) -> Array:
     UnsupportedProblem
         The library does not export the array, or `xp` does not support its dtype.
     """
+    value = _without_tracking(value)
     try:
         if is_tensor(value) and value.is_cuda and xp is not np and _is_on_stream_of(value, xp):
             return _of_tensor(value, xp)
@@ -309,6 +311,15 @@ def has_dual_level() -> bool:
     torch = sys.modules["torch"]
     is_inside = getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
     return bool(is_inside and torch._C._is_fwd_grad_enabled())
+
+
+def _without_tracking(value: Any) -> Any:
+    """Return the tensor within wrappers of `torch.func` for gradients, if it has none: integers or booleans."""
+    if is_tensor(value) and not value.is_floating_point():
+        functorch = sys.modules["torch"]._C._functorch
+        while functorch.is_gradtrackingtensor(value):
+            value = functorch.get_unwrapped(value)
+    return value
 
 
 def _is_fake(tensor: Array) -> bool:

@@ -19,12 +19,13 @@ from .arrays import Array, describe, flag_reasons, int_reasons, is_int, is_numbe
 from .dropout import Rng, generator_of
 from .errors import UnsupportedProblem, collecting, refuse
 from .keywords import explains_keywords
-from .masks.base import Mask
+from .masks.base import Band, Mask
 from .masks.block_pattern import BlockPattern
 from .masks.coordinates import UNBOUNDED, Intervals, widened
 from .masks.diagonal import Causal, Dilated, SlidingWindow
 from .masks.lengths import Lengths
-from .masks.shape import MAX_SEQLEN, BlockSize, block_pair, count_reasons
+from .masks.places import Places, placed
+from .masks.shape import MAX_SEQLEN, BlockSize, MaskShape, block_pair, count_reasons
 
 __all__ = ["bigbird", "butterfly", "checkerboard", "fixed", "longformer", "random", "sink_local", "strided"]
 
@@ -266,7 +267,7 @@ def longformer(
     local: Mask = SlidingWindow(left, right, align)
     if dilation > 1:
         local = Dilated(dilation, left // dilation, right // dilation, align)
-    return local | Lengths(kv=num_global) | Lengths(q=num_global) if num_global else local
+    return local | Lengths(kv=num_global) | Positioned(Lengths(q=num_global), align) if num_global else local
 
 
 @explains_keywords
@@ -348,7 +349,7 @@ def fixed(stride: int, num_summary: int, *, align: str | None = None) -> Mask:
     if num_summary > stride:
         raise UnsupportedProblem(f"num_summary must be at most stride={stride}; got {num_summary}")
     stride, num_others = min(stride, UNBOUNDED), min(stride - num_summary, UNBOUNDED)
-    return Causal(align) & (SameStretch(stride) | StretchEnds(stride, stride - num_others))
+    return Causal(align) & (Positioned(SameStretch(stride), align) | StretchEnds(stride, stride - num_others))
 
 
 @explains_keywords
@@ -426,6 +427,25 @@ def checkerboard(seqlen_q: int, seqlen_kv: int | None = None, *, block: BlockSiz
     """
     grid, sides = _grid(seqlen_q, seqlen_kv, block)
     return BlockPattern((np.arange(grid[0])[:, None] + np.arange(grid[1])) % 2 == 0, sides)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Positioned(Mask):
+    """A mask in which a query's position is that of its diagonal's key; queries before the first key attend nothing."""
+
+    mask: Mask
+    align: str | None
+
+    def resolve(self, shape: MaskShape) -> Mask:
+        mask, causal = self.mask.resolve(shape), Causal(self.align).resolve(shape)
+        offset = causal.upper if isinstance(causal, Band) else None
+        if not offset:
+            return mask
+        mask = placed(mask, Places(q_start=offset))
+        return mask if offset > 0 else mask & ~Lengths(q=-offset).resolve(shape)
+
+    def intervals(self, b: Array, h: Array, i: Array) -> Intervals | None:
+        return self.mask.intervals(b, h, i)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

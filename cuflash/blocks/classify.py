@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, Namespace, namespace
+from ..arrays import Array, Namespace, describe, is_array, is_integer_dtype, namespace
 from ..masks.base import And, Mask
 from ..masks.coordinates import elements
 from ..masks.shape import MaskShape
@@ -295,6 +295,32 @@ def pointers(rows: Array, num_rows: int) -> Array:
     if counts.sum() > np.iinfo(np.int32).max:
         raise MemoryError(f"the mask keeps {counts.sum()} blocks, more than int32 can count: use larger blocks")
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def list_reasons(index: Any) -> list[str]:
+    """Return why the arrays of an index on the host are not lists of its blocks."""
+    arrays = {name: getattr(index, name) for name in ("indptr", "indices", "kinds", "tiles")}
+    reasons = [
+        f"{name} must be an integer array with one axis; got {describe(array)}"
+        for name, array in arrays.items()
+        if not (is_array(array) and array.ndim == 1 and is_integer_dtype(array.dtype))
+    ]
+    if reasons:
+        return reasons
+    starts, columns, kinds, tiles = arrays.values()
+    count, num_rows, last = len(columns), index.batch * index.num_heads * index.num_q_blocks, index.num_kv_blocks - 1
+    if len(starts) != num_rows + 1 or (starts[0], starts[-1]) != (0, count) or (starts[1:] < starts[:-1]).any():
+        reasons.append(f"indptr must have {num_rows + 1} numbers that never decrease, from 0 to the {count} entries")
+    is_start = np.isin(np.flatnonzero(columns[1:] <= columns[:-1]) + 1, starts)
+    if not is_start.all() or not ((0 <= columns) & (columns <= last)).all():
+        reasons.append(f"indices must increase within each row, and be from 0 to {last}: sort each row")
+    allowed = [BlockKind.FULL, BlockKind.BITS] + [BlockKind.INTERVAL] * (index.lo is not None and index.hi is not None)
+    has_tile = kinds == BlockKind.BITS
+    if len(kinds) != count or not np.isin(kinds, allowed).all():
+        reasons.append("kinds must be a BlockKind for each entry, INTERVAL only with lo and hi")
+    elif len(tiles) != count or not np.isin(tiles[has_tile], np.arange(len(index.bits))).all():
+        reasons.append(f"tiles must be a row of bits, from 0 to {len(index.bits) - 1}, for each entry of kind BITS")
+    return reasons
 
 
 def pack(allowed: Array) -> Array:

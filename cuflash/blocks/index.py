@@ -24,7 +24,7 @@ from ..masks.fields import with_cupy_arrays
 from ..masks.pictures import as_svg, as_text, coarser, place_reasons, plotted
 from ..masks.shape import BlockSize, MaskShape, block_pair, count_reasons, length_reasons, shape_reasons
 from .carried import CarriedLists, KeptIndex, Owner
-from .classify import BlockKind, classify, pack, pointers, transposed_intervals, unpack
+from .classify import BlockKind, classify, list_reasons, pack, pointers, transposed_intervals, unpack
 from .index_mask import IndexMask, chosen_lists
 from .report import IndexReport, elements_of, report_of, row_counts_of
 
@@ -67,6 +67,11 @@ class BlockIndex(Memoized):
         Bit tiles, each stored once; key 8 c + r of a tile is bit r of byte c.
     lo, hi : int32 array [batch or 1, num_heads or 1, seqlen_q], or None
         Row intervals of the entries of kind INTERVAL.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Arrays on the host are not such lists; the error lists all reasons. Arrays on a device are not inspected.
 
     Notes
     -----
@@ -114,6 +119,8 @@ class BlockIndex(Memoized):
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 object.__setattr__(self, name, _read_only(array))
+        if isinstance(self.indptr, np.ndarray):
+            refuse(list_reasons(self))
 
     @classmethod
     def _of_lists(cls, carried: CarriedLists, **facts: Any) -> BlockIndex:
@@ -387,7 +394,7 @@ class BlockIndex(Memoized):
         return namespace(self.indptr) is np
 
     def to(self, convert: Callable[[Array], Array]) -> BlockIndex:
-        """Convert each array: ``index.to(cupy.asarray)`` copies an index to the device.
+        """Convert each array: `cupy.asarray` copies an index to the device, and `cupy.asnumpy` copies it to the host.
 
         Parameters
         ----------
@@ -412,7 +419,11 @@ class BlockIndex(Memoized):
         True
         """
         require_callable("convert", convert)
-        return replace(self, **{name: convert(array) for name, array in self._arrays.items()})
+        arrays = {name: convert(array) for name, array in self._arrays.items()}
+        if not self.is_on_host and isinstance(arrays["indptr"], np.ndarray):  # drop space after the last entry
+            listed = slice(int(arrays["indptr"][-1]))
+            arrays |= {name: arrays[name][listed] for name in ("indices", "kinds", "tiles")}
+        return replace(self, **arrays)
 
     @property
     def _arrays(self) -> dict[str, Array]:
@@ -435,11 +446,7 @@ class BlockIndex(Memoized):
         >>> index._on_host is index
         True
         """
-        if self.is_on_host:
-            return self
-        copied = self.to(to_host)
-        listed = slice(int(copied.indptr[-1]))
-        return replace(copied, indices=copied.indices[listed], kinds=copied.kinds[listed], tiles=copied.tiles[listed])
+        return self if self.is_on_host else self.to(to_host)
 
     @cached_property
     def _kept(self) -> KeptIndex | None:

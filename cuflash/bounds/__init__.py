@@ -36,7 +36,7 @@ that also divide by the row sum in each tile ("fa1") have tiles of b >= 8: b + 8
 
 The weights relative to the maximum may underflow, and P itself, where a kernel stores it or merges it with a sink. O
 is a weighted mean of the rows of v for any weights, so tol_O is at most the spread of v plus the same roundings of
-the largest |v|.
+the largest |v|. But it is infinite if eta is: eta of a score that A may not represent in base 2 is infinite.
 
 The gradients. P is recomputed from the stored lse, so its error is eta' = eta + tol_L + 4 ua (|S| + |L|), and
 D = rowsum(dO O) uses the stored O, including its error::

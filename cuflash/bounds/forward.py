@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -143,6 +144,7 @@ def forward_tolerances(operands: Operands) -> Forward:
     of_mean = _rounding_of_sum(values, rounding + seqlen_kv * model.wp + model.u, has_sink | weights.is_dropping)
     tol_o = np.fmin(by_weights, weights.most * of_mean + cut)
     tol_o = tol_o + model.w + weights.most * seqlen_kv * model.wa
+    tol_o = np.where(np.isfinite(eta).all(axis=-1, keepdims=True), tol_o, np.inf)  # o may be NaN
     return Forward(
         allowed=allowed, score=score, p=p, log_p=log_p, eta=eta, lse=lse, o=o,
         tol_lse=np.where(is_row, tol_lse, e_logit), tol_o=np.where(is_row, tol_o, 0), final=final, raw=raw,
@@ -160,6 +162,7 @@ def _scores(
     score = np.where(allowed, scale * (queries @ transposed), 0)
     mass = np.where(allowed, abs(scale) * (np.abs(queries) @ np.abs(transposed)), 0)
     e_score = ((model.k(head_dim) + 4) * model.ua + model.t) * mass
+    e_score = np.where(mass * math.log2(math.e) > model.largest_sum, np.inf, e_score)  # the score may overflow
     e_score = e_score if cuts is None else e_score + cuts.of_scores(allowed, scale)
     if captured is None:
         return score, e_score, allowed, None, None

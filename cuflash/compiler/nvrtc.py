@@ -14,7 +14,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -223,6 +222,8 @@ def precompile(specs: Iterable[KernelSpec], target: tuple[int, int] | str) -> tu
     CompileError, RuntimeError
         The error of a kernel that fails.
     """
+    from concurrent.futures import ThreadPoolExecutor  # not by a module whose first import may be at the exit of Python
+
     specs = tuple(specs)
     # NVRTC parses one text at a time, so that the kernel whose text takes longest to compile must not wait for others.
     longest_first = sorted(specs, key=lambda spec: len(source(spec)), reverse=True)

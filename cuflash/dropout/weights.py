@@ -25,7 +25,7 @@ import numpy as np
 from ..arrays import Array, ShapeDtype, describe, is_array, is_int, is_number, to_host
 from ..errors import UnsupportedProblem, refuse
 from ..keywords import explains_keywords
-from ..layouts import is_jax_array
+from ..layouts import is_jax_array, is_tracer
 from .generators import Rng, rng_reasons, seed_drawn_from
 from .philox import philox4x32
 
@@ -121,7 +121,8 @@ class Dropout:
         else:
             reasons += rng_reasons(rng) if self.seed is None else ["seed must not be passed with rng: leave one out"]
         if not (is_int(self.offset) and 0 <= self.offset <= _MASK):
-            reasons.append(f"offset must be an int from 0 to 2^32 - 1; got {describe(self.offset)}")
+            fix = ": fold the training step into seed by jax.random.fold_in instead" if is_tracer(self.offset) else ""
+            reasons.append(f"offset must be an int from 0 to 2^32 - 1; got {describe(self.offset)}{fix}")
         refuse(reasons)
         if rng is not None:
             object.__setattr__(self, "seed", seed_drawn_from(rng))

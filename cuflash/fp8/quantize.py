@@ -142,7 +142,7 @@ class Quantized:
         dtype = as_dtype("dtype", dtype)
         if dtype not in (np.float32, np.float64):
             raise UnsupportedProblem(f"dtype must be float32 or float64; got {dtype}: cast the result")
-        with np.errstate(invalid="ignore"):
+        with np.errstate(all="ignore"):
             scaled: Array = e4m3.to_float32(self.data).astype(dtype) * self._of_rows(self.scale).astype(dtype)
         return scaled
 
@@ -337,11 +337,11 @@ def _of_blocks(
     ]  # fmt: skip
 
 
+@np.errstate(all="ignore")
 def _of_parts(x: Array, per: str, block: int, largest: float, rotation: Rotation | None) -> Quantized:
     """Quantize an array by operations of its library."""
     parts, scale, units = _parts_and_scale(x.astype(np.float32), per, block, np.float32(largest), rotation)
-    with np.errstate(invalid="ignore"):
-        data = e4m3.from_float32(parts / scale[..., None, None])
+    data = e4m3.from_float32(parts / scale[..., None, None])
     data = data.reshape(*x.shape[:-2], parts.shape[-3] * parts.shape[-2], x.shape[-1])[..., : x.shape[-2], :]
     shape = scale_shape(tuple(x.shape), per, block)
     return _unchecked(
@@ -391,8 +391,7 @@ def _parts_and_scale(
         units = large_units(xp.max(xp.abs(parts), axis=axes, keepdims=True))
         parts, units = rotation.apply(parts / units), units[..., 0, 0]
     magnitude = xp.max(xp.abs(parts), axis=axes, keepdims=True)[..., 0, 0]
-    with np.errstate(over="ignore"):
-        scale = xp.where(magnitude == 0, np.float32(1), xp.maximum(magnitude / largest, _SMALLEST_SCALE))
+    scale = xp.where(magnitude == 0, np.float32(1), xp.maximum(magnitude / largest, _SMALLEST_SCALE))
     is_too_large = (scale > _LARGEST_SCALE / units) & xp.isfinite(magnitude)
     return parts, xp.where(is_too_large, _LARGEST_SCALE / units, scale), units
 

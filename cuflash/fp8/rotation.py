@@ -148,6 +148,7 @@ class Rotation:
             )
         return x.astype(np.float64 if x.dtype == np.float64 else np.float32)
 
+    @np.errstate(all="ignore")
     def _hadamard(self, x: Array) -> Array:
         xp = namespace(x)
         units = large_units(xp.abs(x).max(axis=-1, keepdims=True))

@@ -14,6 +14,7 @@ _SMALLEST = np.float32(2.0**-126)
 _LAST_EXPONENT = 127 + 120  # biased exponent of the largest scale: 256 times 2^120 exceeds float32's range
 
 
+@np.errstate(all="ignore")
 def quantized_rows(x: Array) -> tuple[Array, Array]:
     """Quantize rows to FP8, with a scale for each row.
 

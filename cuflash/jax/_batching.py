@@ -61,6 +61,8 @@ def _takes_an_axis(one: Pass, mapped: set[str]) -> bool:
         captured = {name for name in with_axis if name.removesuffix(DOT) in options.score.arrays}
         if captured and (len(of["q"]) == 2 or "bias" in of and len(of["bias"]) < 3):
             return False
+        if any(len(_num_indices(one, name.removesuffix(DOT))) > 1 for name in captured):
+            return False
     mask = options.mask
     if mask is None:
         return True
@@ -123,9 +125,14 @@ def _own_axes(one: Pass, name: str) -> int:
         return next(OWN_AXES[type(each)] for each in held_masks(mask) if type(each) in OWN_AXES)
     if name == "bias":
         return 3
+    return min(_num_indices(one, name), default=0)
+
+
+def _num_indices(one: Pass, name: str) -> set[int]:
+    """Return the numbers of indices with which a score function reads an array, after axes that it broadcasts."""
     score: Any = one.call.options.score
-    ranks: dict[str, int] = {array.name: array.rank for array in score.program.arrays}
-    return ranks[name]
+    loads = (each for each in score.program.instructions if each.op == "load")
+    return {len(each.args) for each in loads if score.program.arrays[each.value].name == name}
 
 
 def batch_passes() -> None:

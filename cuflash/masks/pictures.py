@@ -66,6 +66,7 @@ def states_of(mask: Any, shape: MaskShape, block: tuple[int, int], b: int, h: in
     xp, grid = mask_namespace(mask), tuple(-(-length // side) for length, side in zip(shape[2:], block))
     if 0 in grid:
         return np.zeros(grid, np.uint8)
+    b, h = xp.asarray(b), xp.asarray(h)  # functions of a mask get arrays, also if they read only these
     (top, end), (left, right) = (
         (xp.arange(0, length, side), xp.minimum(xp.arange(0, length, side) + side, length))
         for length, side in zip(shape[2:], block)

@@ -23,6 +23,7 @@ from .by_query import Estimate, selected, share_reasons
 from .grid import Grid
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def oracle(
     q: Array,

@@ -110,7 +110,6 @@ def chosen_pages(q: Array, pages: BoundedPages, options: PageOptions, reasons: l
     return result
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def _of_sequence(
     grid: Grid, bounds: Array, num_keys: int, sequence: int, options: PageOptions, length: int
 ) -> Array:  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 
 from ..arrays import Array, accumulator_dtype, describe, is_array, is_int, namespace, no_array
 from ..blocks.index import BlockIndex
@@ -21,6 +22,7 @@ from .query_scores import RunKeys, chosen_by_kernel
 _INITIAL_AND_LOCAL = Forced(sink=1, local=2)
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def nsa(
     q: Array,

@@ -22,6 +22,7 @@ from .grid import Grid, block_means, of_strides, padded
 from .query_scores import RunKeys, chosen_by_kernel
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def pooled(
     q: Array,
@@ -108,7 +109,7 @@ def pooled(
     if not isinstance(pool_queries, (bool, np.bool)):
         reasons.append(f"pool_queries must be True or False; got {describe(pool_queries)}")
     grid = Grid.of(q, k, block, {"budget": budget}, forced, causal, mask, window, scale, reasons)
-    if grid.is_masked:
+    if grid.is_masked or self_similarity is not None:
         require_served(grid.q, grid.k, grid.scale, executor)
         key = None
     if (index := bound.first_selected(key, grid, lambda: bound.of_means(grid, budget, forced))) is not None:
@@ -129,6 +130,7 @@ def pooled(
     return grid.index(rows if share == "query" else grid.of_query_heads(rows))
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def antidiagonal(
     q: Array,
@@ -271,7 +273,6 @@ class _ByMeans:
         if self._whole.is_masked:
             whole = self._whole
             mass, may, left_out = masked.mass_by_query(whole, is_past if grid.is_causal else None, self._threshold)
-            mass = mass if left_out is None else mass * (~left_out)
         else:
             may, left_out = grid.eligible(), self._left_out
             mass = self._mass(grid.q.astype(self._means.dtype), grid.stairs(1, block_kv, block_kv), grid)
@@ -280,9 +281,16 @@ class _ByMeans:
         allowed = is_past | must | (not grid.is_causal)
         return Estimate(mass, mass, left_out, allowed if may is None else may & allowed)
 
+    @np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
     def _mass(self, queries: Array, mask: Mask | None, grid: Grid) -> Array:
-        mass = block_mass(queries, self._means, block=1, scale=grid.scale, mask=mask, executor=self._executor)
-        return mass if self._left_out is None else mass * (~self._left_out)
+        if self._left_out is None:
+            return block_mass(queries, self._means, block=1, scale=grid.scale, mask=mask, executor=self._executor)
+        is_seen = ~self._left_out
+        if mask is not None:
+            rows, columns = (grid.xp.arange(x.shape[-2]) for x in (queries, self._means))
+            is_seen = is_seen & mask(0, 0, rows[:, None], columns)
+        scores = masked.products(queries, grid.of_query_heads(self._means))
+        return masked.softmax(scores * scores.dtype.type(grid.scale), is_seen)
 
 
 def _self_similarity(x: Array, side: int) -> Array:

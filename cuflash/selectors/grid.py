@@ -197,7 +197,6 @@ class Grid:
         return BlockIndex.from_mask(whole, block=self.block, **self.shape._asdict())
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def block_sums(x: Array, side: int) -> Array:
     """Sum blocks of `side` rows, [..., num_blocks, dim], in the accumulator's dtype; count booleans."""
     num_blocks, dtype = -(-x.shape[-2] // side), None if x.dtype == bool else accumulator_dtype(x.dtype)

@@ -142,9 +142,8 @@ class Rows:
 def products(x: Array, y: Array) -> Array:
     """Multiply rows x [..., m, dim] and y [..., n, dim] to [..., m, n]; on a device, do not use a matrix library."""
     if isinstance(x, np.ndarray):
-        with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
-            product: Array = x @ y.swapaxes(-1, -2)
-            return product
+        product: Array = x @ y.swapaxes(-1, -2)
+        return product
     sums = namespace(x).zeros((*np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2]), x.dtype)
     for column in range(x.shape[-1]):
         sums = sums + x[..., :, None, column] * y[..., None, :, column]
@@ -176,12 +175,13 @@ def mass_of_means(grid: Grid, threshold: float | None) -> tuple[Array, Array | N
     queries = blocks.queries()
     of_queries = mean_of_seen(queries, grid.block[0], blocks.has_key)
     scores, unlike = _of_mean_keys(grid, blocks, of_queries, threshold)
-    mass = softmax(scores * scores.dtype.type(grid.scale), blocks.states != 0)
+    is_seen = blocks.states != 0
+    mass = softmax(scores * scores.dtype.type(grid.scale), is_seen if unlike is None else is_seen & ~unlike)
     if threshold is None or unlike is None:
         return mass, None
     means = mean_of_seen(directions_of(queries), grid.block[0], blocks.has_key)
     of_rows = (means * means).sum(axis=-1) < threshold
-    return grid.xp.where(unlike, 0, mass).astype(mass.dtype), unlike | of_rows[..., None]
+    return mass, unlike | of_rows[..., None]
 
 
 def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) -> tuple[Array, Array, Array | None]:
@@ -206,15 +206,14 @@ def mass_by_query(grid: Grid, is_past: Array | None, threshold: float | None) ->
     xp, num_queries, blocks = grid.xp, grid.shape.seqlen_q, MaskedBlocks(grid, grid.block)
     sums, counts = (x[..., :num_queries, :] for x in sums_by_query(grid, blocks, 0, grid.size[0]))
     scores = sums * sums.dtype.type(grid.scale) / xp.maximum(counts, 1).astype(sums.dtype)
-    mass, unlike = softmax(scores, counts > 0 if is_past is None else (counts > 0) & is_past), None
+    is_seen, unlike = counts > 0 if is_past is None else (counts > 0) & is_past, None
     if threshold is not None:
         nothing = xp.zeros((*grid.heads, grid.size[0], grid.k.shape[-1]), sums.dtype)
         of_rows = _of_mean_keys(grid, blocks, nothing, threshold)[1]
         unlike = xp.repeat(of_rows, grid.block[0], axis=-2)[..., :num_queries, :]
-    return mass, counts > 0, unlike
+    return softmax(scores, is_seen if unlike is None else is_seen & ~unlike), counts > 0, unlike
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def _of_mean_keys(
     grid: Grid, blocks: MaskedBlocks, of_queries: Array, threshold: float | None
 ) -> tuple[Array, Array | None]:
@@ -263,8 +262,7 @@ def sums_by_query(grid: Grid, blocks: MaskedBlocks, first: int, stop: int) -> tu
     num_queries, num_columns = (stop - first) * block_q, blocks.index.num_kv_blocks
     q, keys = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
     lengths = xp.minimum(shape.seqlen_kv - xp.arange(0, num_columns * block_kv, block_kv), block_kv)
-    with np.errstate(invalid="ignore", over="ignore"):  # for rows that no query attends
-        of_blocks = grid.of_query_heads(block_means(grid.k, block_kv) * lengths[:, None].astype(keys.dtype))
+    of_blocks = grid.of_query_heads(block_means(grid.k, block_kv) * lengths[:, None].astype(keys.dtype))
     sums = products(padded(q[..., first * block_q : stop * block_q, :], num_queries), of_blocks)
     is_full = xp.repeat(blocks.states[..., first:stop, :] == 1, block_q, axis=-2)
     is_full = is_full & (xp.arange(num_queries) < shape.seqlen_q - first * block_q)[:, None]
@@ -318,7 +316,6 @@ def mass_of_blocks(grid: Grid, mass: Array, num_parts: int, stride: int) -> Arra
     return pieces.reshape(*mass.shape[:-1], num_columns, parts_of_block).sum(axis=-1)
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     """Compute masses [*heads, rows, columns] of blocks by softmax over sums of scores on antidiagonals of cells.
 
@@ -350,7 +347,6 @@ def mass_of_antidiagonals(grid: Grid, stride: int) -> Array:
     return xp.concatenate(parts, axis=-2)
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
     """Bound the scores of each query over the keys of a page that it attends; also return which pages have such keys.
 
@@ -359,7 +355,8 @@ def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
     grid : Grid
         A grid with blocks of one query and one page.
     bounds : array [*heads, seqlen_q, num_pages]
-        The bounds over all keys of a page; they are kept for pages that the query attends entirely.
+        The bounds over all keys of a page; they are kept for pages that the query attends entirely. The bound of a
+        page that the query does not attend becomes -inf, since other heads of the query's group may attend it.
     """
     xp, shape, blocks = grid.xp, grid.shape, MaskedBlocks(grid, grid.block)
     q, k = (x.astype(accumulator_dtype(x.dtype)) for x in (grid.q, grid.k))
@@ -372,7 +369,8 @@ def bounds_of_pages(grid: Grid, bounds: Array) -> tuple[Array, Array]:
         query = rows.of(cut, cut.queries)[..., 0, :]
         of_columns = xp.maximum(query * least.min(axis=-2), query * greatest.max(axis=-2))
         flat[cut.place] = of_columns.sum(axis=-1)
-    return bounds, blocks.states != 0
+    is_attended = blocks.states != 0
+    return xp.where(is_attended, bounds, -np.inf), is_attended
 
 
 def last_queries(grid: Grid, most: int) -> tuple[Array, Array, Array]:

@@ -23,6 +23,7 @@ from .cache_pages import PageOptions, chosen_again, chosen_pages
 from .grid import Grid
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
     """Compute upper bounds of q . k over the keys of each page, without a scale.
@@ -59,6 +60,7 @@ def page_bounds(q: Array, k: Array, *, page_size: int = 16) -> Array:
     return _bounds(Grid.of(q, k, (1, page_size), {}, DIAGONAL, False, None, None, None))
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def quest(
     q: Array,
@@ -189,7 +191,6 @@ def _sides(block: BlockSize | None, page_size: int | None) -> tuple[int, int]:
     return 1, keys
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
 def _bounds(grid: Grid) -> Array:
     """Compute upper bounds of scores, [*heads, seqlen_q, num_pages]."""
     xp, (_, page) = grid.xp, grid.block

@@ -19,6 +19,7 @@ from .by_query import count_within, list_length, result
 from .grid import Grid
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def vertical_slash(
     q: Array,

@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
@@ -113,6 +112,8 @@ def build(text: str, entry: str, *, sanitize: Sanitizer = "") -> Kernel:
 
 def _built(compiler: str, text: str, entry: str, sanitize: str) -> Kernel:
     # The runtime and the kernel are independent, so they are compiled in parallel.
+    from concurrent.futures import ThreadPoolExecutor  # not by a module whose first import may be at the exit of Python
+
     with ExitStack() as files, ThreadPoolExecutor(max_workers=2) as pool:
         runtime = pool.submit(lambda: files.enter_context(_build_runtime(compiler, sanitize)))
         library = files.enter_context(_build_kernel(compiler, text, entry, sanitize))

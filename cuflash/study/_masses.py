@@ -19,8 +19,10 @@ from ..keywords import explains_keywords
 from ..masks.shape import block_pair
 from ..planning._call_cache import CALLS
 from ..planning.block_mass import mass_kernels, mass_shape, takes_turned_columns
+from ..planning.chosen_lists import UnionWork
 from ..planning.options import Causality, MaskLike, Options, ScoreLike
 from ..planning.problem import reasons_without_v
+from ..planning.spec import SIMT
 from ..plans.conversion import as_arrays
 from ..plans.fit import require_fit
 from ..plans.plan import Plan
@@ -28,6 +30,7 @@ from ..plans.plan import Plan
 MAX_DIM = 4096  # largest head_dim; kernels sum scores over chunks of it
 
 
+@np.errstate(all="ignore")
 @explains_keywords
 def block_mass(
     q: Array,
@@ -199,6 +202,8 @@ def _planned(
         of_dim = 1 / math.sqrt(dim) if scale is None and has_dims else scale
         options = Options(mask, causal, scale=of_dim, score=score, executor=executor)
         ready = planned(*arguments, options)
+        if isinstance(ready._plan.work, UnionWork):  # kernels of masses walk lists, but not unions of queries' lists
+            ready = planned(*arguments, options._replace(kernel=SIMT))
         arrays = dict(zip("qkv", arguments)) | dict(ready._captured)
         require_fit(ready._plan, ready.executor, "forward", arrays, {})
     reasons += reasons_without_v(more_reasons, q, k, arguments)

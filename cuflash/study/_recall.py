@@ -109,14 +109,14 @@ def recall(
     return compared(attention(q, k, v, **options, return_lse=True), masked)
 
 
+@np.errstate(all="ignore")
 def compared(dense: tuple[Array, Array], masked: tuple[Array, Array]) -> Recall:
     """Return the `Recall` for o and lse without the mask and with the mask."""
     (o, lse), (kept_o, kept_lse) = dense, masked
     if not isinstance(lse, np.ndarray):
         return Recall(*compared_on_device(o, lse, kept_o, kept_lse))
     is_empty = lse == -np.inf
-    with np.errstate(invalid="ignore"):
-        mass = np.where(is_empty, 1, np.exp(np.minimum(kept_lse - lse, 0)))  # only rounding makes the exponent exceed 0
+    mass = np.where(is_empty, 1, np.exp(np.minimum(kept_lse - lse, 0)))  # only rounding makes the exponent exceed 0
     o, kept_o = o.astype(np.float64), kept_o.astype(np.float64)
     change, whole = (float(np.linalg.norm(x)) for x in (kept_o - o, o))
     return Recall(mass.astype(lse.dtype), change / whole if whole else np.inf if change else 0.0)

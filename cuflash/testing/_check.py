@@ -10,7 +10,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from ..arrays import describe, int_reasons
+from ..arrays import Array, describe, int_reasons
 from ..errors import collecting, refuse
 from ..keywords import explains_keywords
 from .assertions import Attend, Example, as_pair, as_results, assert_exact_probes, assert_within_bounds
@@ -22,7 +22,9 @@ from .properties import (
     check_non_finite_values_reach_what_they_should,
 )
 from .strategies import examples
+from .tangents import KINDS, Moving, assert_tangents_within_bounds, with_tangents
 
+Push = Callable[..., Sequence[Array]]
 Property = Callable[..., None]
 _PER_PROPERTY = 8  # a property gets this fraction of the examples, because the bounds detect nearly every fault
 _NON_FINITE = check_non_finite_values_reach_what_they_should
@@ -34,9 +36,9 @@ class _Line(NamedTuple):
     """A line of the report: its name, the examples to draw and their number, and the check of one example."""
 
     name: str
-    drawn: st.SearchStrategy[Example]
+    drawn: st.SearchStrategy[Any]
     most: int
-    check: Callable[[Example], float | None]
+    check: Callable[..., float | None]
 
     def outcome(self, seed: int) -> tuple[int, AssertionError | None]:
         """Return how many examples were checked, and the failure with the smallest example, or None."""
@@ -48,7 +50,7 @@ class _Line(NamedTuple):
             report_multiple_bugs=False, suppress_health_check=tuple(HealthCheck), phases=_PHASES,
         )  # fmt: skip
         @hypothesis.given(self.drawn)
-        def test(example: Example) -> None:
+        def test(example: Any) -> None:
             nonlocal count
             count += 1
             self.check(example)
@@ -65,6 +67,7 @@ def check(
     attend: Attend,
     gradients: Pull | None = None,
     *,
+    tangents: Push | None = None,
     options: Mapping[str, Any] | None = None,
     properties: Sequence[Property] | None = None,
     max_examples: int = 200,
@@ -79,6 +82,9 @@ def check(
         ``options={"has_sink": True}`` it also takes `sink`, whose default must be None.
     gradients : callable, optional
         Its gradients, `(q, k, v, do, *, dlse, mask, scale) -> (dq, dk, dv)`; with a sink, `(dq, dk, dv, dsink)`.
+    tangents : callable, optional
+        Its derivatives along tangents, `(q, k, v, *, q_dot, k_dot, v_dot, mask, scale) -> (o_dot, lse_dot)`; with a
+        sink, it also takes `sink_dot`. Only their bounds are checked.
     options : dict, optional
         Arguments of `examples`, to leave out what the functions do not support, such as
         ``{"dtypes": ["float32"], "grouped_heads": False}``. "has_sink" adds examples with sinks, and "has_non_finite"
@@ -116,7 +122,8 @@ def check(
     ok      the exact probes pass                           16 examples
     ok      order of keys does not matter                   2 examples
     """
-    lines = _lines(attend, gradients, {} if options is None else options, properties, max_examples, seed)
+    functions, options = (attend, gradients, tangents), {} if options is None else options
+    lines = _lines(*functions, options, properties, max_examples, seed)
     failures = []
     for number, line in enumerate(lines):
         count, failure = line.outcome(seed + (number << 32))
@@ -150,6 +157,7 @@ def _strategies(options: Mapping[str, Any], max_examples: int, seed: int) -> dic
 def _lines(
     attend: Attend,
     gradients: Pull | None,
+    tangents: Push | None,
     options: Mapping[str, Any],
     properties: Sequence[Property] | None,
     most: int,
@@ -167,6 +175,9 @@ def _lines(
         if gradients is not None:
             backward = partial(_backward, gradients)
             lines.append(_Line(f"gradients are within their bounds{suffix}", drawn[name], most, backward))
+        if tangents is not None:
+            along = drawn[name].flatmap(_moving)
+            lines.append(_Line(f"tangents are within their bounds{suffix}", along, most, partial(_along, tangents)))
     lines.append(_Line("the exact probes pass", drawn[""], most, partial(assert_exact_probes, attend)))
     for each in properties:
         functions: tuple[Any, ...] = (attend,) if each in FORWARD_PROPERTIES else (gradients,)
@@ -192,8 +203,13 @@ def _name_of(each: Property) -> str:
     return each.__name__.removeprefix("check_").replace("_", " ")
 
 
+def _without_gradients(example: Example) -> Example:
+    """Return an example of the forward pass alone, because exact gradients would take most of the time."""
+    return example.but(do=None, dlse=None, origin=example.origin)
+
+
 def _forward(attend: Attend, example: Example) -> float:
-    forward = example.but(do=None, dlse=None, origin=example.origin)  # exact gradients would take most of the time
+    forward = _without_gradients(example)
     o, lse = as_pair(attend(forward.q, forward.k, forward.v, **_keywords(forward)), forward)
     return assert_within_bounds(forward, o=o, lse=lse)
 
@@ -204,6 +220,20 @@ def _backward(gradients: Pull, example: Example) -> float:
     shapes = {f"d{name}": getattr(example, name).shape for name in names}
     arrays: dict[str, Any] = dict(zip(shapes, as_results(results, shapes, example)))
     return assert_within_bounds(example, **arrays)
+
+
+def _moving(example: Example) -> st.SearchStrategy[Moving]:
+    """Return a strategy for an example of the forward pass with tangents of all of its arrays."""
+    kinds = dict.fromkeys(("q", "k", "v") if example.sink is None else ("q", "k", "v", "sink"), st.sampled_from(KINDS))
+    forward = _without_gradients(example)
+    return st.builds(with_tangents, st.just(forward), st.fixed_dictionaries(kinds), st.integers(0, 99))
+
+
+def _along(tangents: Push, moving: Moving) -> float:
+    example, dots = moving.example, {f"{name}_dot": x for name, x in moving.tangents.items()}
+    shapes = {"o_dot": example.problem.o_shape(), "lse_dot": example.problem.lse_shape()}
+    results = tangents(example.q, example.k, example.v, **dots, **_keywords(example))
+    return assert_tangents_within_bounds(moving, **dict(zip(shapes, as_results(results, shapes, example))))
 
 
 def _keywords(example: Example) -> dict[str, Any]:

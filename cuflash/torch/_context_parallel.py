@@ -25,7 +25,8 @@ class ContextParallel(OfArrays):
     """One call of attention on tensors whose rows are on the processes of a process group.
 
     Every process creates this object with equal arguments, and calls the same methods in the same order. All other
-    methods are those of `cuflash.distributed.ContextParallel`.
+    methods are those of `cuflash.distributed.ContextParallel`; `attention_vjp` takes arrays only, since PyTorch
+    differentiates `attention`.
 
     Parameters
     ----------
@@ -173,6 +174,8 @@ class ContextParallel(OfArrays):
             return super()._array_reasons(name, array)
         wanted = "cpu" if self._group._is_on_host else "cuda"
         reason = f"{name} must be on {wanted!r}, where the group moves arrays; got a tensor on {str(array.device)!r}"
+        if array.device.type == wanted:  # `attention` has converted such tensors
+            reason = f"{name} must be an array; got a tensor: call attention, which PyTorch differentiates"
         return tensor_reasons(name, array) or [reason]
 
 

@@ -215,8 +215,11 @@ def _refuse_third() -> NoReturn:
 
 
 def _resolved(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return tensors whose negation, which PyTorch may postpone, has been applied in memory."""
-    return [None if tensor is None else tensor.resolve_neg() for tensor in tensors]
+    """Return tensors in memory: PyTorch may postpone a negation, and derivatives that are 0 may have no memory."""
+    return [
+        tensor if tensor is None else tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+        for tensor in tensors
+    ]
 
 
 def _named(call: AnyCall, needed: Sequence[bool]) -> tuple[str, ...]:

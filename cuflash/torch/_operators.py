@@ -174,13 +174,12 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
     tensors: dict[str, Tensor] = dict(zip(("q", "k", "v"), in_autocast(q, k, v)))
     mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:-2]  # neither has a value
     draws: tuple[int, ...] = ()
+    drops: Any = dropout
     if isinstance(dropout, Dropout):
-        seed, offset, dropout = dropout.seed, dropout.offset, _constant(dropout.p)
+        seed, offset, drops = dropout.seed, dropout.offset, dropout.p
         if isinstance(seed, torch.Tensor):
             tensors[SEED], seed = seed, 0
         draws = seed if seed < 1 << 63 else seed - (1 << 64), offset
-    if isinstance(window, tuple):
-        window = tuple([_constant(each) for each in window])
     if isinstance(mask, torch.Tensor):
         tensors[MASK], mask = mask, None
     parts = _parts(mask, 16) if isinstance(mask, Mask) else None
@@ -192,11 +191,8 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         for name, array in score.arrays.items():
             if isinstance(array, torch.Tensor):
                 tensors[name] = array
-    words = [_constant(each) for each in words]
-    name = _named(
-        tuple(tensors), mask if parts is None else None, parts, causal, window, _constant(scale), score,
-        _constant(softcap), dropout, bool(draws), *words,
-    )  # fmt: skip
+    values = [_constant(each) for each in (causal, window, scale, score, softcap, drops, bool(draws), *words)]
+    name = _named(tuple(tensors), mask if parts is None else None, parts, *values)
     o, lse = _OPERATORS.forward(list(tensors.values()), draws, name)
     return o, lse
 
@@ -223,12 +219,11 @@ def _whole(parts: tuple[Any, ...]) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """Return a number that PyTorch would otherwise make an input of the graph; other values unchanged."""
-    if isinstance(value, torch.SymInt):  # a length of a tensor within torch.export
-        return int(value)
-    if type(value) is int:
-        return int(f"{value!r}")
-    return float(f"{value!r}") if type(value) is float else value
+    """Return a value without symbols: a graph would take numbers that differ between calls as inputs."""
+    if isinstance(value, tuple):
+        return tuple([_constant(each) for each in value])
+    is_number = isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool)
+    return torch.fx.experimental.symbolic_shapes.guard_scalar(value) if is_number else value
 
 
 def _named(

@@ -209,6 +209,18 @@ def selection_speed(rows: list[Row]) -> str:
     return f"{markdown(header, lines)}\n\n{rows[0]['num_heads']} heads of {rows[0]['head_dim']}. {of_gpu(rows)}"
 
 
+def scaling(rows: list[Row]) -> str:
+    """Tabulate the times of attention on several ranks, measured or expected, relative to one rank."""
+    header = ["row", "mask", "tokens", "heads", "pass", "ranks", "GPUs", "method", "one rank, ms", "ranks, ms"]
+    lines = (
+        [row["kind"], row["mask"], row["seqlen"], f"{row['num_heads']} / {row['num_kv_heads']}", row["pass"]]
+        + [row["ranks"], row["gpus"], row["method"], number(row, "one_ms"), number(row, "ranks_ms")]
+        + [number(row, "linear", ".2f")]
+        for row in rows
+    )
+    return markdown([*header, "of linear"], lines)
+
+
 def beside_plain(rows: list[Row]) -> str:
     """Tabulate the time of plain attention divided by that with scores, sinks or dropout; for scores, also peers."""
     first = "score" if "score" in rows[0] else "p"
@@ -338,6 +350,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "host-time": ("host_time", host_time),
     "torch-calls": ("torch_calls", torch_calls),
     "training-step": ("training_step", training_step),
+    "scaling": ("scaling", scaling),
+    "scaling-gpu": ("scaling_gpu", scaling),
     "scores": ("score_functions", beside_plain),
     "dropout": ("dropout", beside_plain),
     "flash-ladder-gpu": ("flash_ladder_gpu", flash_ladder_gpu),

@@ -31,7 +31,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_parts import part
 from test_chosen_blocks import rewritten, sets_of
-from test_device_masks import sent
 from test_list_kernels import passes
 
 import cuflash
@@ -142,8 +141,8 @@ def unions_by_kernels(source: Any, views: dict[str, Any]) -> list[tuple[list[int
 def source_of(library: Any, case: Any, convert: Any) -> tuple[Any, Any, list[Any]]:
     """Return a plan's work of lists on a device, the lists, and their arrays."""
     shape, lists, closed, num_kv_heads = case
-    lists = of_library(library, sent(lists, convert))
-    closed = None if closed is None else of_library(library, sent(closed, convert))
+    lists = of_library(library, lists.to(convert))
+    closed = None if closed is None else of_library(library, closed.to(convert))
     mask = lists if closed is None else closed & lists
     at_call = part(library, "masks.one_array").AtEachCall(mask).resolve(shape)
     work = part(library, "planning.chosen_lists").union_work(at_call, problem_of(library, shape, num_kv_heads))

@@ -25,7 +25,7 @@ from cuflash.testing import Example, assert_within_bounds
 from executors import hostile_schedules, needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_device_masks import changed, sent
+from test_device_masks import changed
 from test_list_kernels import passes
 from test_sm90 import SIM90
 
@@ -78,10 +78,10 @@ def cases(draw):
 
 def intervals_by_kernel(mask, shape, convert, target, address, stream):
     """Return the source of a mask's intervals and the kernels' results; `convert` copies offsets to the device."""
-    resolved = sent(mask, convert).resolve(shape)
+    resolved = mask.to(convert).resolve(shape)
     source = IntervalSource.of(resolved, shape, BLOCK)
     source = replace(source, tile=TILE) if source.kind == "sequences" else source
-    parts = getattr(sent(mask, convert), "operands", None) or (sent(mask, convert),)
+    parts = getattr(mask.to(convert), "operands", None) or (mask.to(convert),)
     arrays = next(part._device_form for part in parts if part._device_form is not None).arrays
     return source, source.views(ListMaker(source, target)(map(address, arrays), stream))
 
@@ -189,9 +189,9 @@ def test_masks_that_the_kernel_does_not_serve_are_left_to_the_array_form():
     shape = MaskShape((2,), 1, 40, 40)
     sequences, lengths = masks.Sequences(np.array([0, 9, 40])), masks.Lengths(kv=np.array([1, 2]))
     for mask in (sequences & lengths, sequences & sequences, sequences | masks.Causal(), ~sequences, masks.Causal()):
-        assert IntervalSource.of(sent(mask, device.to_device).resolve(shape), shape, None) is None
+        assert IntervalSource.of(mask.to(device.to_device).resolve(shape), shape, None) is None
     for other in (MaskShape((1, 1, 1, 2), 1, 40, 40), MaskShape((0,), 1, 40, 40)):
-        assert IntervalSource.of(sent(sequences, device.to_device).resolve(other), other, None) is None
+        assert IntervalSource.of(sequences.to(device.to_device).resolve(other), other, None) is None
 
 
 # Calls, on a test double of CuPy that runs the kernels.

@@ -21,7 +21,6 @@ from executors import hostile_schedules, needs_compiler, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_parts import part
-from test_device_masks import sent
 
 import cuflash
 
@@ -62,7 +61,7 @@ def cases(draw):
 
 def lists_by_kernels(mask, shape, block, machine=None):
     """Return the lists that the kernels create on the simulator, and the source of the lists."""
-    source, array = ListSource.of(sent(mask, device.DeviceArray).resolve(shape), shape, block)
+    source, array = ListSource.of(mask.to(device.DeviceArray).resolve(shape), shape, block)
     lists = ListMaker(source, machine or Simulator())((array._host.ctypes.data,), None)
     return source, source.views(lists)
 
@@ -70,7 +69,7 @@ def lists_by_kernels(mask, shape, block, machine=None):
 def lists_on_gpu(mask, shape, block):
     import cupy
 
-    source, array = ListSource.of(sent(mask, to_device).resolve(shape), shape, block)
+    source, array = ListSource.of(mask.to(to_device).resolve(shape), shape, block)
     lists = ListMaker(source, gpu.Gpu())((array.data.ptr,), cupy.cuda.get_current_stream())
     return source, {name: cupy.asnumpy(each) for name, each in source.views(lists).items()}
 
@@ -115,7 +114,7 @@ def test_lists_are_made_of_lists_in_blocks_of_another_size(executor):
     @given(cases_of_whole_blocks())
     def check(case):
         shape, mask, own, block = case
-        source, array = ListSource.of(sent(mask, send).resolve(shape), shape, own)
+        source, array = ListSource.of(mask.to(send).resolve(shape), shape, own)
         address = machine.mask_address if executor == "gpu" else lambda x: getattr(x, "_host", x).ctypes.data
         lists = ListMaker(source, machine)((address(array),), machine.stream())
         other = source.in_blocks(block)
@@ -148,9 +147,9 @@ def test_calls_list_no_mask_of_several_arrays_or_of_many_axes():
     rule = masks.FromFunction(lambda b, h, i, j: (i + j) % 2 == 0)
     lengths = masks.Lengths(kv=np.array([1, 2]))
     for mask in (dense & blocks, dense | masks.Causal(), ~dense, dense & rule, dense & lengths):
-        assert ListSource.of(sent(mask, device.to_device).resolve(shape), shape, (8, 8)) is None
+        assert ListSource.of(mask.to(device.to_device).resolve(shape), shape, (8, 8)) is None
     five = MaskShape((1, 1, 1, 2), 1, 40, 40)
-    assert ListSource.of(sent(dense, device.to_device).resolve(five), five, (8, 8)) is None
+    assert ListSource.of(dense.to(device.to_device).resolve(five), five, (8, 8)) is None
 
 
 def check_large_grids(library=cuflash):

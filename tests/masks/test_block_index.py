@@ -198,3 +198,34 @@ def test_an_index_of_no_matrices_is_that_of_a_mask_which_ignores_them_or_fits_no
         assert cuflash.attention(empty, empty, empty, mask=each).shape == empty.shape
     with pytest.raises(UnsupportedProblem, match="the block index must have (batch|num_heads) 1 or .; got 0"):
         cuflash.attention(q, q, q, mask=own)
+
+
+def make_lists(library=cuflash, **changes):
+    """Return the index of blocks 0 and 2, and 1, with other lists."""
+    lists = {"indptr": [0, 2, 3], "indices": [0, 2, 1], "kinds": [1, 1, 1], "tiles": [-1, -1, -1]} | changes
+    arrays = {name: np.array(numbers) for name, numbers in lists.items()}
+    sizes = {"seqlen_q": 4, "seqlen_kv": 6, "block": (2, 2), "batch": 1, "num_heads": 1}
+    return library.BlockIndex(**sizes, bits=np.zeros((1, 2, 1), np.uint8), **arrays)
+
+
+WRONG_LISTS = {
+    "numbers that are not ints": ({"indices": [0.0, 2.0, 1.0]}, "indices must be an integer array with one axis"),
+    "a row too few": ({"indptr": [0, 3]}, "indptr must have 3 numbers"),
+    "rows that end before the last entry": ({"indptr": [0, 2, 2]}, "indptr must have .* from 0 to the 3 entries"),
+    "rows that end before they start": ({"indptr": [0, 4, 3]}, "numbers that never decrease"),
+    "a row that decreases": ({"indices": [2, 0, 1]}, "indices must increase within each row"),
+    "a block twice": ({"indices": [0, 0, 1]}, "indices must increase within each row"),
+    "a block past the last": ({"indices": [0, 3, 1]}, "from 0 to 2: sort each row"),
+    "a block before the first": ({"indices": [-1, 2, 1]}, "from 0 to 2"),
+    "no such kind": ({"kinds": [1, 4, 1]}, "kinds must be a BlockKind"),
+    "intervals that are missing": ({"kinds": [1, 2, 1]}, "INTERVAL only with lo and hi"),
+    "no such tile": ({"kinds": [1, 3, 1], "tiles": [-1, 1, -1]}, "tiles must be a row of bits, from 0 to 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_LISTS)
+def test_lists_of_other_blocks_are_refused(name):
+    changes, message = WRONG_LISTS[name]
+    with pytest.raises(cuflash.UnsupportedProblem, match=message):
+        make_lists(**changes)
+    assert make_lists().toarray()[0, 0, ::2, ::2].tolist() == [[True, False, True], [False, True, False]]

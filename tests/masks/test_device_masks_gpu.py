@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_device_masks import LARGE, assert_same_blocks, assert_same_lists, sent
+from test_device_masks import LARGE, assert_same_blocks, assert_same_lists
 
 from cuflash import BlockIndex, masks, patterns
 from cuflash.arrays import namespace
@@ -61,7 +61,7 @@ def test_a_wait_inside_a_capture_is_seen(cupy):
 @pytest.mark.parametrize(("shape", "mask"), CASES, ids=IDS)
 @pytest.mark.parametrize("block", [(32, 20), (16, 16)], ids=str)
 def test_an_index_and_its_lists_are_made_without_waiting(cupy, shape, mask, block):
-    on_device = sent(mask, cupy.asarray)
+    on_device = mask.to(cupy.asarray)
 
     def build():
         index = BlockIndex.from_mask(on_device, block=block, **shape._asdict())
@@ -77,7 +77,7 @@ def test_an_index_and_its_lists_are_made_without_waiting(cupy, shape, mask, bloc
 
 @pytest.mark.parametrize(("shape", "mask"), CASES, ids=IDS)
 def test_work_is_made_without_waiting(cupy, shape, mask):
-    on_device = sent(mask, cupy.asarray)
+    on_device = mask.to(cupy.asarray)
     where = namespace(cupy.zeros(0))
     work = captured(cupy, lambda: work_list(requested_mask(on_device, False, None, shape, where), shape, (64, 32)))
     on_host = work.on_host
@@ -94,7 +94,7 @@ def test_work_is_made_without_waiting(cupy, shape, mask):
 def test_an_index_on_a_gpu_combines_without_waiting(cupy, block):
     shape, other = MaskShape((), 2, 130, 130), masks.Causal()
     pattern = patterns.random(130, block=8, density=0.3, num_heads=2)
-    on_device = sent(pattern, cupy.asarray)
+    on_device = pattern.to(cupy.asarray)
 
     def build():
         index = BlockIndex.from_mask(on_device, block=8, **shape._asdict())

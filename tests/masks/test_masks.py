@@ -1,5 +1,6 @@
 """Masks as mathematics: literal tables, the algebra, closed forms against elements, and arrays that keep their kind."""
 
+import importlib
 import pickle
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cuflash
 from cuflash import UnsupportedProblem, masks, patterns
 from cuflash.masks import MaskShape
 from cuflash.testing import strategies
@@ -146,3 +148,23 @@ def test_a_hash_stays_in_the_process_that_made_it(mask):
 def test_bool_of_a_mask_says_which_operators_to_use():
     with pytest.raises(TypeError, match="combine masks with & | ~"):
         masks.Causal() and masks.Causal()
+
+
+def check_aligned_patterns(library):
+    """Check that the last queries of a sequence attend the keys that they attend in the whole."""
+    of, lengths = importlib.import_module(f"{library.__name__}.patterns"), ((4, 9), (9, 9))
+    for make in (
+        lambda align: of.longformer((2, 1), 2, align=align),
+        lambda align: of.strided(3, align=align),
+        lambda align: of.fixed(3, 1, align=align),
+        lambda align: of.sink_local(2, (3, 0), align=align),
+    ):
+        part, whole = (make("bottom_right").toarray(*each) for each in lengths)
+        assert np.array_equal(part, whole[5:]) and np.array_equal(whole, make(None).toarray(9))
+        assert np.array_equal(make("bottom_right").toarray(9, 4)[5:], make(None).toarray(4))
+    before = of.longformer((0, 0), 2, align="bottom_right").toarray(9, 4)[:5]
+    assert before.tolist() == [[True, True, False, False]] * 5
+
+
+def test_aligned_patterns():
+    check_aligned_patterns(cuflash)

@@ -48,6 +48,16 @@ def test_pictures(drawn, b, h):
     check_pictures(cuflash, drawn, b, h)
 
 
+def check_functions_of_heads(library):
+    """Check that a mask's function may read only the numbers of a batch entry and head."""
+    mask = library.masks.FromFunction(lambda b, h, i, j: (b + h) % 2 == 0)
+    assert [mask.picture(2, batch=(2,), num_heads=2, b=b, h=h) for b, h in ((1, 0), (1, 1))] == ["··\n··", "██\n██"]
+
+
+def test_functions_of_heads():
+    check_functions_of_heads(cuflash)
+
+
 def cells(html):
     """Return the states of the cells of an SVG inside a page."""
     root = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + len("</svg>")])

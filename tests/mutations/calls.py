@@ -16,6 +16,7 @@ import scipy.sparse
 from mutations.planting import Edit
 from mutations.python_guards import part
 from foreign import Foreign
+from test_block_index import make_lists
 
 SIGNS = (AssertionError,)  # exceptions with which a guard reports a fault
 Q = np.ones((2, 10, 8), np.float32)
@@ -349,6 +350,24 @@ FAULTS = {
     ): {
         "an index is for any shape": Edit(
             "blocks/index.py", "BlockIndex.from_mask", "shape_reasons(shape) or length_reasons(shape)", "[]"
+        ),
+    },
+    refuses(lambda library: make_lists(library, indices=[2, 0, 1]), "indices must increase within each row"): {
+        "lists are not inspected": Edit(
+            "blocks/index.py", "BlockIndex.__post_init__", "refuse(list_reasons(self))", "pass"
+        ),
+        "rows of a list have any order": Edit(
+            "blocks/classify.py", "list_reasons", "if not is_start.all() or", "if"
+        ),
+    },
+    refuses(lambda library: make_lists(library, indices=[0, 3, 1]), "indices must increase within each row"): {
+        "a block of a list is past the last": Edit(
+            "blocks/classify.py", "list_reasons", "(columns <= last)", "(columns >= 0)"
+        ),
+    },
+    refuses(lambda library: make_lists(library, indptr=[0, 3]), "indptr must have 3 numbers"): {
+        "lists are of fewer rows": Edit(
+            "blocks/classify.py", "list_reasons", "len(starts) != num_rows + 1 or", ""
         ),
     },
     refuses(lambda library: library.masks.BlockPattern(scipy.sparse.coo_array(np.ones(3)), 8), "two axes"): {

@@ -15,12 +15,19 @@ from mutations.python_guards import hunt, part
 from test_blas import assert_limits_are_kept, assert_threads_are_right, assert_turns_are_kept
 from test_magnitudes import (
     BROADCAST, assert_no_lse_is_too_large, assert_nothing_is_raised, assert_operands_may_be_huge,
-    assert_powers_cancel, changed, powers, tame,
+    assert_other_calls_raise_nothing, assert_powers_cancel, changed, powers, tame,
 )  # fmt: skip
 
 # The scale that compensates for 2^85 in both q and k is out of float32's range, and few drawn examples need such a
 # scale.
 FAR = 85
+QUIET = {  # functions besides those of attention, by name, which keep NumPy from raising floating-point errors
+    "_of_parts": "fp8/quantize.py", "Quantized.scaled": "fp8/quantize.py", "Rotation._hadamard": "fp8/rotation.py",
+    "run": "calls/_forward.py", "quantized_rows": "fp8/rows.py", "block_mass": "study/_masses.py",
+    "compared": "study/_recall.py", "pooled": "selectors/estimates.py", "antidiagonal": "selectors/estimates.py",
+    "oracle": "selectors/baselines.py", "vertical_slash": "selectors/slashes.py",
+    "nsa": "selectors/compressed.py", "quest": "selectors/pages.py", "page_bounds": "selectors/pages.py",
+}  # fmt: skip
 TAME = strategies.Structure(seqlen_q=5, seqlen_kv=6, dtype="float32", values="lattice").example()
 
 # If nothing was raised, pytest.raises fails with its own exception type.
@@ -70,6 +77,10 @@ def nothing_is_raised(library):
             assert_no_lse_is_too_large(library)
             assert_nothing_is_raised(everything, BROADCAST)
             hunt(tame(longest=20, widest=8), st.sampled_from(["huge", "tiny", "tiny do"]), seeds=1, most=40)(check)
+
+
+def other_calls_raise_nothing(library):
+    assert_other_calls_raise_nothing(library)
 
 
 def blas_limits_are_kept(library):
@@ -126,6 +137,12 @@ FAULTS = {
             "executors/host_threads.py", "_work_off", 'np.errstate(all="ignore"), _scratch(tiling, num_tiles)',
             "_scratch(tiling, num_tiles)",
         ),
+    },
+    other_calls_raise_nothing: {
+        f"what the caller has NumPy raise comes out of {function}": Edit(
+            file, function, 'np.errstate(all="ignore")', "np.errstate()"
+        )
+        for function, file in QUIET.items()
     },
     blas_limits_are_kept: {
         "the first call out gives BLAS its threads back": Edit(

@@ -86,7 +86,7 @@ FAULTS = {
     },
     interop_guards.programs_hold_no_symbols: {
         "a length stays a symbol": Edit(
-            "torch/_operators.py", "_constant", "if isinstance(value, torch.SymInt):", "if False:"
+            "torch/_operators.py", "_constant", "(int, float, torch.SymInt)", "(int, float)"
         ),
     },
     interop_guards.graphs_follow_numbers: {
@@ -102,9 +102,6 @@ FAULTS = {
         ),
         "an offset is a constant": Edit(
             "torch/_operators.py", "compiled", "seed - (1 << 64), offset", "seed - (1 << 64), _constant(offset)"
-        ),
-        "a number that changes stays an input": Edit(
-            "torch/_operators.py", "_constant", 'return int(f"{value!r}")', "return value"
         ),
     },
     interop_guards.equal_masks_share_a_graph: {
@@ -124,6 +121,9 @@ FAULTS = {
     interop_guards.graphs_keep_positions: {
         "a graph contains calls at the start of a sequence": Edit(
             "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"
+        ),
+        "numbers that change are inputs of a graph": Edit(
+            "torch/_operators.py", "_constant", "if is_number else value", "if value is None else value"
         ),
     },
     interop_guards.graphs_leave_calls_to_python: {
@@ -201,6 +201,9 @@ FAULTS = {
             "torch/_functions.py", "_Tangent.backward", "_Gradients.apply(call, wrt, u, u_lse,",
             "_Gradients.apply(call, wrt, u, None,",
         ),
+        "a gradient without memory is not one of zeros": Edit(
+            "torch/_functions.py", "_resolved", "if tensor._is_zerotensor()", "if False"
+        ),
         "double backward has no gradient of do": Edit(
             "torch/_functions.py", "_Gradients.backward", "return None, None, o_dot,", "return None, None, None,"
         ),
@@ -245,6 +248,9 @@ FAULTS = {
     interop_guards.own_integers_are_taken: {
         "integers of the library are not tensors": Edit(
             "torch/_tensors.py", "own_integers", "if not is_integer_dtype(array.dtype):", "if True:"
+        ),
+        "a mask of a transformation has no elements": Edit(
+            "layouts.py", "_without_tracking", "while functorch.is_gradtrackingtensor(value):", "while False:"
         ),
         "a bias of integers is the library's own": Edit(
             "torch/_tensors.py", "own_integers", 'name in ("bias", "sink") or', ""
@@ -422,6 +428,13 @@ FAULTS = {
         "the mapped axis is the last of the batch": Edit(
             "jax/_batching.py", "_at_once", "leading = (array.shape[0], *missing,",
             "leading = (*missing, array.shape[0],",
+        ),
+        "axes of the batch are axes of a score's array": Edit(
+            "jax/_batching.py", "_num_indices", "len(each.args) for each in loads",
+            "score.program.arrays[each.value].rank for each in loads",
+        ),
+        "an array is read with one number of indices": Edit(
+            "jax/_batching.py", "_takes_an_axis", "name.removesuffix(DOT))) > 1", "name.removesuffix(DOT))) > 9"
         ),
         "mapped calls draw the weights of one large call": Edit(
             "jax/_batching.py", "_takes_an_axis", "if options.dropout is not None:", "if False:"

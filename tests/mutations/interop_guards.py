@@ -235,6 +235,9 @@ def derivatives_of_tensors_are_right(library: ModuleType) -> None:
         value.backward()
     by_gradients = torch.func.grad(lambda q: (torch.func.grad(loss)(q) * q).sum())(plain[0])
     assert torch.allclose(torch.func.grad(slope)(plain[0]), by_gradients)
+    with watched(part(library, "torch._functions"), "run_pass") as calls:
+        torch.autograd.grad(loss(tensors[0]), tensors[0], torch._efficientzerotensor((), dtype=torch.float64))
+    assert all(tensor is None or tensor.data_ptr() for *_, read in calls for tensor in read)
     _batches_are_right(library, module, torch, plain)
 
 
@@ -285,7 +288,7 @@ def _batches_are_right(library: ModuleType, module: ModuleType, torch: ModuleTyp
 def own_integers_are_taken(library: ModuleType) -> None:
     torch, module, scores = pytest.importorskip("torch"), part(library, "torch"), library.scores
     q, k, v = (torch.from_numpy(array) for array in (Q, K, V))
-    slopes, offsets = np.arange(4.0), [0, 2, 6]
+    slopes, offsets, mask = np.arange(4.0), [0, 2, 6], q[0] @ q[0].T > 0
     expected = library.attention(Q, K, V, score=scores.within(scores.alibi(slopes), offsets))
     actual = module.attention(q, k, v, score=scores.within(scores.alibi(torch.from_numpy(slopes)), offsets))
     assert (actual.numpy() == expected).all()
@@ -293,6 +296,8 @@ def own_integers_are_taken(library: ModuleType) -> None:
         module.attention(q, k, v, score=scores.alibi(slopes))
     with pytest.raises(TypeError, match="sink must be a torch.Tensor; got an array"):
         module.attention(q, k, v, sink=np.arange(4))
+    inside = torch.func.grad(lambda q: module.attention(q, k, v, mask=q[0] @ q[0].T > 0).sum())(q)
+    assert (inside == torch.func.grad(lambda q: module.attention(q, k, v, mask=mask).sum())(q)).all()
 
 
 def recorded_calls_use_their_own_mask(library: ModuleType) -> None:
@@ -403,9 +408,12 @@ def graphs_keep_positions(library: ModuleType) -> None:
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = map(torch.from_numpy, (Q, K, V))
     torch._dynamo.reset()
-    options = {"causal": "top_left", "q_start": 3, "kv_start": 1}
-    o = torch.compile(lambda: module.attention(q, k, v, **options), backend="eager", fullgraph=True)()
-    assert (o.numpy() == library.attention(Q, K, V, **options)).all()
+    options = {"causal": "top_left", "kv_start": 1}
+    compiled = torch.compile(
+        lambda start: module.attention(q, k, v, q_start=start, **options), backend="eager", fullgraph=True
+    )
+    for start in (3, 2):
+        assert (compiled(start).numpy() == library.attention(Q, K, V, q_start=start, **options)).all()
 
 
 def models_are_served(library: ModuleType) -> None:

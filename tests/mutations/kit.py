@@ -9,12 +9,14 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from mutations.planting import Edit
 from mutations.python_guards import part
+from test_check import check_of_tangents
 
-SIGNS = (AssertionError, ValueError)  # exceptions with which a guard reports a fault
+SIGNS = (AssertionError, ValueError, TypeError, pytest.fail.Exception)  # exceptions with which a guard reports a fault
 
 
 def refused(kind: type[Exception], words: str, check: Any, *arguments: Any, **options: Any) -> None:
@@ -69,6 +71,13 @@ def every_line_is_checked(library: ModuleType) -> None:
     refused(TypeError, "gradients must be passed", kit.check, right, properties=kit.GRADIENT_PROPERTIES)
 
 
+def tangents_are_compared(library: ModuleType) -> None:
+    part(library, "testing")
+    with contextlib.redirect_stdout(io.StringIO()):
+        check_of_tangents(library, "twice the tangent of lse")
+        check_of_tangents(library, "no tangent of the sink")
+
+
 def arrays_have_negative_numbers(library: ModuleType) -> None:
     """Check that some drawn lengths, ids of queries and ids of keys are negative."""
     of, shape = part(library, "testing.mask_strategies"), part(library, "masks.shape").MaskShape((2,), 1, 5, 5)
@@ -95,6 +104,18 @@ FAULTS = {
         "functions get no sink": Edit(CHECK, "_keywords", '{"sink": example.sink}', "{}"),
         "a property needs no gradients": Edit(
             CHECK, "_require", "if each not in _of_functions(gradients):", "if False:"
+        ),
+    },
+    tangents_are_compared: {
+        "tangents are those of the results": Edit(
+            CHECK, "_along", "moving, **dict(zip(shapes", "moving.scaled(0), **dict(zip(shapes"
+        ),
+        "sinks do not move": Edit(
+            CHECK, "_moving", '("q", "k", "v") if example.sink is None else ("q", "k", "v", "sink")', '("q", "k", "v")'
+        ),
+        "only o moves": Edit(
+            CHECK, "_along", "**dict(zip(shapes, as_results(results, shapes, example)))",
+            "o_dot=as_results(results, shapes, example)[0]",
         ),
     },
     arrays_have_negative_numbers: {

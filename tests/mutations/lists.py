@@ -20,7 +20,6 @@ from cupy_machine import a_machine_for
 from device_lists import assert_lists_of
 from mutations.planting import Edit
 from mutations.python_guards import part
-from test_device_masks import sent
 from test_index_maker import OF_MASKS, check_masks
 from test_interval_kernels import check_layouts
 from test_list_kernels import check_large_grids
@@ -90,7 +89,7 @@ def lists_are_those_of_the_host() -> None:
 
 
 def check_lists(mask: cuflash.masks.Mask, frame: cuflash.masks.MaskShape, block: tuple[int, int]) -> None:
-    source, array = ListSource.of(sent(mask, device_double.DeviceArray).resolve(frame), frame, block)
+    source, array = ListSource.of(mask.to(device_double.DeviceArray).resolve(frame), frame, block)
     for seed, order in enumerate(("random", "priorities")):
         schedule = sim.Schedule(seed=seed, order=order, shuffle_lanes=bool(seed))
         lists = ListMaker(source, Simulator(schedule))((array._host.ctypes.data,), None)

@@ -17,6 +17,7 @@ from test_mask_algebra import (
     operations,
     tables,
 )
+from test_pictures import check_functions_of_heads
 from test_recall import check_recall, check_scored, problems
 
 # Exceptions with which a guard reports a fault.
@@ -37,6 +38,10 @@ def closed_forms_are_right(library: ModuleType) -> None:
 
 def coarsening_is_right(library: ModuleType) -> None:
     hunt(tables(), seeds=1)(lambda drawn: check_coarsening(library, drawn))
+
+
+def functions_of_heads_are_shown(library: ModuleType) -> None:
+    check_functions_of_heads(library)
 
 
 def recall_is_right(library: ModuleType) -> None:
@@ -94,6 +99,11 @@ FAULTS = {
         ),
         "patterns on blocks are listed in other blocks": Edit(
             "masks/base.py", "OnBlocks._natural_block", "return block_q, block_kv", "return block_kv, block_q + 1"
+        ),
+    },
+    functions_of_heads_are_shown: {
+        "functions get Python's ints": Edit(
+            "masks/pictures.py", "states_of", "b, h = xp.asarray(b), xp.asarray(h)", "pass"
         ),
     },
     recall_is_right: {

@@ -28,6 +28,7 @@ from test_mask_inputs import (
     deep,
     documents,
 )
+from test_masks import check_aligned_patterns
 
 # Each fault with the guard numbers_are_right shows in one of these masks. Tests in test_mask_inputs.py draw others.
 TELLING_NUMBERS = (
@@ -106,6 +107,10 @@ def usual_stack() -> Iterator[None]:
         sys.setrecursionlimit(limit)
 
 
+def aligned_patterns_are_right(library: ModuleType) -> None:
+    check_aligned_patterns(library)
+
+
 def deep_trees_are_right(library: ModuleType) -> None:
     with usual_stack():
         check_tree(library, *deep(library, 400))
@@ -117,6 +122,14 @@ def has_an_empty_intersection(library: ModuleType) -> bool:
 
 
 FAULTS = {
+    aligned_patterns_are_right: {
+        "positions of queries are their indices": Edit(
+            "patterns.py", "Positioned.resolve", "Places(q_start=offset)", "Places()"
+        ),
+        "queries before the first key are in the sequence": Edit(
+            "patterns.py", "Positioned.resolve", "if offset > 0 else", "if offset else"
+        ),
+    },
     empty_batches_are_taken: {
         "the lengths of an empty batch are read": Edit("masks/coordinates.py", "per_batch", "0 if 0 in batch else", ""),
         "an index of an empty batch has one entry": Edit(

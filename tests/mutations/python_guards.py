@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_block_index import blocks_of
-from test_device_masks import changed, in_order, packed, sent
+from test_device_masks import changed, in_order, packed
 from test_work_list import CHANGES, assert_longest_first, rebuilt, with_a_change
 from library_parts import part
 
@@ -204,7 +204,7 @@ def lists_on_a_device_are_right(library):
         shape, mask = shape_and_mask[0], changed(shape_and_mask[1], in_order)
         if not any(True for _ in part(library, "masks.content").held_arrays(mask)):
             return
-        on_device = sent(mask, device_double.to_device)
+        on_device = mask.to(device_double.to_device)
         result, expected = (index_of(each, block=block, **shape._asdict()) for each in (on_device, mask))
         for index in (result, result.transpose().transpose()):
             check_index(index, expected)

@@ -9,8 +9,9 @@ import pytest
 from mutations.planting import Edit
 from mutations.python_guards import part
 from test_query_scores import TELLING, check_lists, check_nan_key
-from test_query_selectors import DIM, HEADS, KV_HEADS, NAMES, RUN, STRIDE, check
+from test_query_selectors import DIM, HEADS, KV_HEADS, NAMES, RUN, STRIDE, check, check_pages_of_a_group
 from test_selection_kernels import check_choice
+from test_selectors import check_unlike_keys
 
 import cuflash
 from cuflash.sim import SimulationError
@@ -60,6 +61,14 @@ def compressed_keys_are_right(library: ModuleType) -> None:
     few = of.Budget(threshold=0.01, max_blocks=4, min_blocks=0)
     none = {"block": (1, 8), "compression": (RUN, STRIDE), "forced": of.Forced(diagonal=False)}
     assert (of.nsa(q, keys, budget=few, lse=lse + 50, **none).blocks == -1).all()
+
+
+def pages_of_a_group_are_attended(library: ModuleType) -> None:
+    check_pages_of_a_group(library)
+
+
+def unlike_keys_take_no_part(library: ModuleType) -> None:
+    check_unlike_keys(library)
 
 
 def columns_and_diagonals_are_listed(library: ModuleType) -> None:
@@ -302,6 +311,22 @@ FAULTS = {
             "slice(0, piece.shape.seqlen_q)",
         ),
         "compressed keys may end after the query": Edit(NSA, "nsa", "stairs(1, stride, length)", "stairs(1, 1)"),
+    },
+    pages_of_a_group_are_attended: {
+        "pages have bounds for heads that do not attend them": Edit(
+            "selectors/masked.py", "bounds_of_pages", "xp.where(is_attended, bounds, -np.inf)", "bounds"
+        ),
+    },
+    unlike_keys_take_no_part: {
+        "unlike keys have a part of the mass": Edit(
+            ESTIMATES, "_ByMeans._mass", "is_seen = ~self._left_out", "is_seen = self._left_out | True"
+        ),
+        "unlike keys of a mask have a part of the mass": Edit(
+            "selectors/masked.py", "mass_of_means", "is_seen & ~unlike", "is_seen"
+        ),
+        "unlike keys of a query have a part of the mass": Edit(
+            "selectors/masked.py", "mass_by_query", "is_seen & ~unlike", "is_seen"
+        ),
     },
     columns_and_diagonals_are_listed: {
         "forced blocks have no room": Edit(BY_QUERY, "list_length", "+ _num_forced(forced)", ""),

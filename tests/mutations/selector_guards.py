@@ -12,7 +12,7 @@ import numpy as np
 import workspace_memory
 from executors import CPU, SIM, Run
 from mutations.python_guards import in_base_2, part
-from test_block_mass import summed
+from test_block_mass import HALVES, check_halves, summed
 from test_masked_selectors import (
     KINDS, NAMES, REFERENCES, estimates_are_right, hidden_rows_choose_nothing, last_queries_choose, problem_of,
     queries_choose_alone,
@@ -25,6 +25,7 @@ from test_selection_kernels import (
 from test_selectors import by_sorting, means, of_antidiagonal, of_nsa, of_pooled
 
 import cuflash
+from cuflash.compiler import source
 from cuflash.sim import SimulationError
 
 SIGNS = (AssertionError, ValueError, SimulationError)  # exceptions with which a guard reports a fault
@@ -47,6 +48,12 @@ def the_host_sums_masses(library: ModuleType) -> None:
     mass = library.study.block_mass(q, k, block=(300, 64))
     expected = summed(weights(q, k, np.ones((600, 1500), bool)), (300, 64))
     np.testing.assert_allclose(mass, expected, rtol=tolerance(q, k, EXACT, (300, 64)))
+
+
+def masses_are_of_chosen_blocks(library: ModuleType) -> None:
+    """Check 16-bit keys in the simulator."""
+    part(library, "compiler.source").KERNELS = source.KERNELS
+    check_halves(SIM, **HALVES["blocks that each query chooses"], library=library)
 
 
 def the_kernel_sums_masses() -> None:

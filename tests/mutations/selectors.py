@@ -43,6 +43,11 @@ FAULTS = {
         "means are over all queries": Edit("study/_masses.py", "_mean", "lse != -np.inf", "lse == lse"),
         "a row without a key divides by 0": Edit("study/_masses.py", "_mean", "xp.maximum(counts, 1)", "counts"),
     },
+    selector_guards.masses_are_of_chosen_blocks: {
+        "kernels get the unions of queries' lists": Edit(
+            "study/_masses.py", "_planned", "isinstance(ready._plan.work, UnionWork)", "False"
+        ),
+    },
     selector_guards.the_kernel_sums_masses: {
         "a tile of queries is as tall as the grid's block": Edit(
             KERNEL, "simt_block_mass", "min(query_tile_end(params, work.first, kBlockQ), owned.last)", "owned.last"

@@ -419,6 +419,12 @@ FAULTS = {
         ),
     },
     sums_that_overflow_have_no_bound: {
+        "scores never overflow": Edit(
+            "bounds/forward.py", "_scores", "mass * math.log2(math.e) > model.largest_sum", "False"
+        ),
+        "o has a bound where weights have none": Edit(
+            "bounds/forward.py", "forward_tolerances", "np.isfinite(eta).all(axis=-1, keepdims=True)", "True"
+        ),
         "sums never overflow": Edit("bounds/rounding.py", "summable", "error > 2", "0 * error > 2"),
         "sums of a result never overflow": Edit(
             "bounds/rounding.py", "rounded_up", "summable(tolerance, model)", "tolerance"

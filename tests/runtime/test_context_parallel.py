@@ -17,7 +17,7 @@ from cuflash.testing import assert_within  # noqa: E402
 
 import cuflash  # noqa: E402
 import cuflash.torch  # noqa: E402
-from cuflash import Dropout, UnsupportedProblem, masks, scores  # noqa: E402
+from cuflash import Dropout, UnsupportedProblem, distributed, masks, scores  # noqa: E402
 
 HEADS, LENGTH = 4, 77
 CASES = {
@@ -167,6 +167,16 @@ def disagree(group):
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dq.sum().backward()
     return sentences, tuple(cp.unshard(o).shape)
+
+
+def test_pullbacks_take_arrays_only():
+    def rank(group):
+        cp = cuflash.torch.ContextParallel(group, seqlen=6, num_heads=2, block=1)
+        x = cp.shard(torch.ones(2, 6, 4))
+        with pytest.raises(UnsupportedProblem, match="k must be an array; got a tensor: call attention, which PyTorch"):
+            cp.attention_vjp(x.numpy(), x, x.numpy())
+
+    distributed.run(rank, size=2, timeout=20)
 
 
 @pytest.mark.slow

@@ -324,6 +324,10 @@ TRACED = {
         lambda x: {"dropout": cuflash.Dropout(0.5, x[0, 0].astype(int))}, "seed must be a key of jax.random.key, two "
         "numbers of uint32, or a 0-d array of int64 or uint64; got shape () and int32: pass jax.random.bits(key, 2, ",
     ),
+    "an offset of dropout": (
+        lambda x: {"dropout": cuflash.Dropout(0.5, 1, x[0, 0].astype(int))},
+        "offset must be an int from 0 to 2^32 - 1; got an array of shape () and dtype int32: fold the training step ",
+    ),
     "offsets": (
         lambda x: {"score": scores.within(lambda s, b, h, i, j: s + i, x[0].astype(int))},
         "q_offsets must be known when JAX traces the call; got a tracer: close over the offsets, or name them",

@@ -80,6 +80,14 @@ CASES = {
     "slopes": (
         (Q, K, K, drawn(N, H)), (None, None, None, 0), call(score=lambda library, slopes: library.scores.alibi(slopes))
     ),
+    "a score of keys in each batch entry": (
+        (Q, K, K, drawn(N, B, H, S)), (None, None, None, 0),
+        call(score=lambda library, w: library.scores.Score(lambda s, b, h, i, j, w: s + w[..., h, j], w=w)),
+    ),
+    "an array with two numbers of indices": (
+        (drawn(H, H, S, D), drawn(2, S, D), drawn(2, S, D), drawn(N, H, S)), (None, None, None, 0),
+        call(score=lambda library, w: library.scores.Score(lambda s, b, h, i, j, w: w[..., j] + s * w[..., h, j], w=w)),
+    ),
     "lengths": (
         (Q, K, K, RNG.integers(1, S, (N, B))), (None, None, None, 0),
         call(mask=lambda library, lengths: library.masks.Lengths(kv=lengths)),
@@ -156,7 +164,9 @@ def test_mapped_calls_are_those_of_each_entry(name):
     check_mapped_calls(cuflash, [name])
 
 
-@pytest.mark.parametrize("name", ["q", "sink", "slopes", "lengths", "elements", "bias"])
+@pytest.mark.parametrize("name", [
+    "q", "sink", "slopes", "a score of keys in each batch entry", "lengths", "elements", "bias"
+])  # fmt: skip
 def test_all_entries_take_one_call(name):
     arrays, axes, make = CASES[name]
     jaxpr = str(jax.make_jaxpr(jax.vmap(make(cuflash), axes))(*arrays))

@@ -333,6 +333,24 @@ def test_backward_through_a_tangent_trains_weights(is_detached, device):
     torch.testing.assert_close(ours, objective(dense, is_detached=is_detached, device=device))
 
 
+def test_gradients_that_pytorch_keeps_without_memory_are_zero(monkeypatch):
+    """The tangent of o times a constant has such a gradient of o."""
+
+    def gradient(call):
+        def tangent(q):
+            return torch.func.jvp(lambda v: (call(q, K, v)[0] * Q).sum(), (V,), (V,))[1]
+
+        return torch.func.grad(tangent)(Q)
+
+    def running(call, name, wrt, tensors):
+        assert all(tensor is None or tensor.data_ptr() for tensor in tensors)
+        return run(call, name, wrt, tensors)
+
+    run = cuflash.torch._functions.run
+    monkeypatch.setattr(cuflash.torch._functions, "run", running)
+    torch.testing.assert_close(gradient(call_of({})), gradient(dense))
+
+
 @needs_compiler
 def test_kernels_compute_the_derivatives_of_tensors_on_a_gpu(tmp_path, monkeypatch):
     """On a stand-in for a GPU, results have the bits of the calls for NumPy on the simulator, also repeated ones."""

@@ -228,3 +228,20 @@ def test_several_gradients_at_once_are_refused(of, creates_graph):
         f"{of} must be one gradient, outside of torch.vmap; got a batch of them: call torch.autograd.grad for each, "
         "without is_grads_batched=True or vectorize=True"
     )
+
+
+MADE_INSIDE = {
+    "elements": lambda x: x[0] @ x[0].T > 0,
+    "lengths": lambda x: masks.Lengths(kv=(x[0, :, 0] > 0).sum()),
+    "chosen blocks": lambda x: masks.ChosenBlocks((x @ x.mT)[..., ::4].topk(2).indices, 4),
+}
+
+
+@pytest.mark.parametrize("kind", MADE_INSIDE)
+def test_a_mask_may_be_made_inside_of_a_transformation(kind):
+    def loss(x, mask=None):
+        return attention(x, x, x, mask=MADE_INSIDE[kind](x) if mask is None else mask).square().sum()
+
+    outside = MADE_INSIDE[kind](Q)
+    for transform in (torch.func.grad, torch.func.jacfwd, torch.func.hessian):
+        assert (transform(loss)(Q) == transform(lambda x: loss(x, outside))(Q)).all()

@@ -29,11 +29,13 @@ def summed(p: Any, block: tuple[int, int]) -> Any:
     return sums / np.maximum(np.add.reduceat(has_key.astype(int), q_starts, axis=-1), 1)[..., None]
 
 
-def masses(run: Run, q: Any, k: Any, *, mask: Any = None, lse: Any = None, **options: Any) -> Any:
+def masses(
+    run: Run, q: Any, k: Any, *, mask: Any = None, lse: Any = None, library: Any = cuflash, **options: Any
+) -> Any:
     lse = None if lse is None else run.put(lse)
     own_mask = run.put_mask(mask, q, k, k)
     options |= {"mask": own_mask, "lse": lse, "executor": run.executor}
-    return run.get(cuflash.study.block_mass(run.put(q), run.put(k), **options))
+    return run.get(library.study.block_mass(run.put(q), run.put(k), **options))
 
 
 def check_masses(library: Any, run: Run, problem: Any, block: tuple[int, int]) -> None:
@@ -88,6 +90,7 @@ HALVES = {
     "maxima that rise late": {"shape": (70, 260, 32), "block": (64, 128), "rise": 8},
     "a list of blocks": {"shape": (230, 300, 64), "block": (40, 200), "listed": 48},
     "a list of elements, and rows without a key": {"shape": (77, 100, 64), "block": (32, 24), "listed": 1},
+    "blocks that each query chooses": {"shape": (77, 100, 64), "block": (32, 24), "chosen": 16},
 }
 
 
@@ -119,7 +122,10 @@ def check_on_chip(chip: str, num_processors: int | None = None, **case: Any) -> 
     CALLS.clear()
 
 
-def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: int = 0, rise: int = 1) -> None:
+def check_halves(
+    run: Run, shape: Any, block: Any, causal: Any = False, listed: int = 0, chosen: int = 0, rise: int = 1,
+    library: Any = cuflash,
+) -> None:  # fmt: skip
     """Check masses of 16-bit q and k within the rounding of scores and sums in float32.
 
     The masses are checked without an lse, and with an lse that corresponds to twice as many allowed weights.
@@ -129,12 +135,14 @@ def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: 
     k = rng.standard_normal((2, seqlen_kv, dim)).astype(np.float16)
     k[:, seqlen_kv // 2 :] *= rise
     allowed, mask = np.ones((4, seqlen_q, seqlen_kv), bool), None
-    if listed:
-        grid = [-(-length // listed) for length in (seqlen_q, seqlen_kv)]
-        blocks = rng.random((4, *grid)) < 0.5
+    if listed or chosen:
+        sides = (1, chosen) if chosen else (listed, listed)
+        blocks = rng.random((4, *(-(-length // side) for length, side in zip((seqlen_q, seqlen_kv), sides)))) < 0.5
         blocks[:, 0] = False
-        allowed = blocks.repeat(listed, axis=-2).repeat(listed, axis=-1)[:, :seqlen_q, :seqlen_kv]
-        mask = masks.BlockPattern(blocks, listed) if listed > 1 else allowed
+        allowed = blocks.repeat(sides[0], axis=-2).repeat(sides[1], axis=-1)[:, :seqlen_q, :seqlen_kv]
+        mask = library.masks.BlockPattern(blocks, listed) if listed > 1 else allowed
+        if chosen:
+            mask = library.BlockIndex.from_blocks(blocks, seqlen_q, seqlen_kv, sides).chosen()
     if causal:
         allowed = allowed & masks.Band(None, seqlen_kv - seqlen_q if causal == "bottom_right" else 0).toarray(
             seqlen_q, seqlen_kv
@@ -142,14 +150,14 @@ def check_halves(run: Run, shape: Any, block: Any, causal: Any = False, listed: 
     p = weights(q.astype(np.float64), k.astype(np.float64), allowed)
     relative = tolerance(q, k, np.finfo(np.float32).eps, block)
     options = {"block": block, "mask": mask, "causal": causal}
-    mass = masses(run, q, k, **options)
+    mass = masses(run, q, k, library=library, **options)
     least = np.finfo(np.float32).tiny  # smaller masses are subnormal and rounded more coarsely
     np.testing.assert_allclose(mass, summed(p, block), rtol=relative, atol=least)
     assert np.logical_or(np.abs(mass.sum(-1) - 1) <= relative, mass.sum(-1) == 0).all()
     with np.errstate(divide="ignore"):
         scores = np.where(allowed, q.astype(float) @ k.astype(float).repeat(2, axis=0).swapaxes(-1, -2), -np.inf)
         lse = (np.logaddexp.reduce(scores * dim**-0.5, axis=-1) + np.log(2)).astype(np.float32)
-    again = masses(run, q, k, lse=lse, **options)
+    again = masses(run, q, k, lse=lse, library=library, **options)
     np.testing.assert_allclose(again, summed(p, block) / 2, rtol=relative, atol=least)
 
 

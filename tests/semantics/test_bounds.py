@@ -142,6 +142,8 @@ def check_overflow(library):
     x, most = np.ones((2, 1), np.float32), float(np.finfo(np.float32).max)
     of_values = library.error_bound(x, x, x * np.float32(0.9 * most))
     assert np.isposinf(of_values.o).all() and np.isfinite(of_values.lse).all()
+    of_products = library.error_bound(x * np.float32([[0.5 * most], [0.9 * most]]), x[:1], x[:1])
+    assert np.isposinf(of_products.o).ravel().tolist() == [False, True]
     far = x * np.float32(1e20)
     k, v = np.float32([[0], [-60]]), np.float32([[0], [1e20]])  # dP of key 1 is 1e40, its weight is exp(-60)
     of_gradients = library.error_bound(x, k, v, far, scale=1.0)

@@ -107,7 +107,7 @@ def test_the_largest_numbers_stay_finite(dtype: Any) -> None:
     top = np.finfo(np.float32).max if dtype == np.float32 else ml_dtypes.finfo(dtype).max
     x = (np.float64(top) * np.linspace(0.9, 1, 40)[:, None] * np.array([1, -1, 0.1, 1e-38])).astype(dtype)[None, None]
     cache = KVCache(batch=1, num_kv_heads=1, head_dim=4, capacity=40, dtype="float8_e4m3fn")
-    with np.errstate(over="raise", invalid="raise"):
+    with np.errstate(all="raise"):
         cache.append(x, 0 * x)
         actual = cache.rows(0)[0].astype(np.float64)
         cache.attention(0 * x[:, :, :1])

@@ -161,7 +161,7 @@ def test_each_of_25_faults_is_found_with_the_default_settings(fault: str, monkey
     arguments: dict[str, Any] = {"options": {}, "properties": None} | FAULTS[fault]
     missed = 0
     for seed in range(10) if is_long() else [list(FAULTS).index(fault)]:
-        lines = _check._lines(attend, pull, most=200, seed=seed, **arguments)
+        lines = _check._lines(attend, pull, None, most=200, seed=seed, **arguments)
         ((number, line),) = (each for each in enumerate(lines) if each[1].name == named)
         missed += line.outcome(seed + (number << 32))[1] is None
     assert missed <= is_long()
@@ -213,6 +213,39 @@ def test_faults_that_only_added_examples_show(monkeypatch: pytest.MonkeyPatch) -
     options, pairs = FEW | {"has_non_finite": True}, testing.PAIR_PROPERTIES[-1:]
     with pytest.raises(AssertionError, match="^1 of 4 properties fail\n\nnon finite values reach what they should: "):
         testing.check(of_library, swallows, options=options, max_examples=40, properties=pairs)
+
+
+def tangents(q: Any, k: Any, v: Any, *, mask: Any, scale: Any, sink: Any = None, fault: str = "", **dots: Any) -> Any:
+    """Compute the tangents of o and lse by the library, with one of the common faults."""
+    sink_dot = dots.pop("sink_dot", None)
+    moved = {} if sink is None or fault == "no tangent of the sink" else {"tangents": {"sink": sink_dot}}
+    if fault == "no tangent of v":
+        dots["v_dot"] = None
+    _, (o_dot, lse_dot) = cuflash.attention_jvp(
+        q, k, v, **dots, **moved, mask=mask, scale=scale, sink=sink, return_lse=True
+    )
+    if fault == "weights are not normalised":
+        o_dot = o_dot + cuflash.attention(q, k, v, mask=mask, scale=scale, sink=sink) * lse_dot[..., None]
+    return (o_dot, 2 * lse_dot) if fault == "twice the tangent of lse" else (o_dot, lse_dot)
+
+
+OF_TANGENTS = "no tangent of v", "weights are not normalised", "twice the tangent of lse", "no tangent of the sink"
+
+
+def check_of_tangents(library: Any, fault: str) -> None:
+    """Check that right tangents pass, and that a fault is found in its line alone."""
+    suffix = " with a sink" if "sink" in fault else ""
+    options = FEW | ({"has_sink": True} if suffix else {})
+    call = partial(library.testing.check, of_library, options=options, max_examples=24, properties=[])
+    call(tangents=tangents)
+    with pytest.raises(AssertionError, match=f"properties fail\n\ntangents are within their bounds{suffix}: "):
+        call(tangents=partial(tangents, fault=fault))
+
+
+@pytest.mark.parametrize("fault", OF_TANGENTS)
+def test_tangents_are_checked(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_check, "_PHASES", (Phase.generate,))
+    check_of_tangents(cuflash, fault)
 
 
 def test_equal_seeds_draw_equal_examples() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -179,6 +180,10 @@ def test_nothing_comes_out_of_an_lse_that_is_too_large() -> None:
     assert_no_lse_is_too_large(cuflash)
 
 
+def test_nothing_comes_out_of_other_calls() -> None:
+    assert_other_calls_raise_nothing(cuflash)
+
+
 def assert_no_lse_is_too_large(library: Any) -> None:
     """Assert that `backward` raises no NumPy floating-point error, whatever it gets as lse."""
     x = np.ones((2, 3), np.float32)
@@ -190,6 +195,45 @@ def assert_no_lse_is_too_large(library: Any) -> None:
         except FloatingPointError as error:
             raise AssertionError(f"an error that the caller asks NumPy to raise comes out of lse={number}") from error
         assert number != 3e38 or not any(gradient.any() for gradient in gradients)
+
+
+def other_calls(library: Any) -> dict[str, Callable[[], Any]]:
+    """Return calls other than attention and its gradients, on rows that are not finite, overflow or underflow."""
+    x = np.random.default_rng(0).standard_normal((2, 64, 16)).astype(np.float32)
+    x *= np.float32([1e-37, 1e37]).reshape(2, 1, 1)
+    x[1, 16:48:8, ::2] = np.float32([np.inf, -np.inf, np.nan, 0])[:, None]
+    x[1, 20, :2] = np.inf, -np.inf
+    x[1, :, 2] = x[0, :, 2]
+    far, first, tiny = np.float32(1e38) * x[:1], np.arange(64) == 0, np.full((2, 64, 16), 6e-8, np.float16)
+    tiny[:, ::2] = 0
+    budget, rotation, half = library.selectors.Budget(top_k=2), library.Rotation(16), library.quantize(tiny)
+    low = library.quantize(100 * x[0])
+    cache = library.KVCache(batch=1, num_kv_heads=2, head_dim=16, capacity=64, dtype="float8_e4m3fn")
+    calls = {
+        "quantize": lambda: library.quantize(x, rotate=rotation), "scaled": low.scaled,
+        "Rotation": lambda: rotation.apply(x), "FP8 attention": lambda: library.attention(half, half, half),
+        "append": lambda: cache.append(x[None], x[None]),
+        "block_mass": lambda: library.study.block_mass(far, far, block=16),
+        "recall": lambda: library.study.recall(far, far, far, mask=first),
+        "page_bounds": lambda: library.selectors.page_bounds(x, x),
+    }  # fmt: skip
+    for name in ("pooled", "antidiagonal", "oracle", "vertical_slash", "nsa", "quest"):
+        options = {"compression": (8, 4)} if name == "nsa" else {}
+        select = partial(getattr(library.selectors, name), block=16, budget=budget, **options)
+        calls |= {
+            name: partial(select, x, x), f"{name} with a mask": partial(select, x, x, mask=np.tri(64, dtype=bool)),
+            f"{name} in float64": partial(select, far.astype(np.float64), far.astype(np.float64)),
+        }  # fmt: skip
+    return calls
+
+
+def assert_other_calls_raise_nothing(library: Any) -> None:
+    for name, call in other_calls(library).items():
+        try:
+            with np.errstate(all="raise"):
+                call()
+        except FloatingPointError as error:
+            raise AssertionError(f"an error that the caller asks NumPy to raise comes out of {name}") from error
 
 
 def changed(example: Example, kind: str) -> Example:

@@ -241,6 +241,18 @@ def test_masks_limit_the_choice(name: str) -> None:
         assert (blocks[..., 20:, :] == -1).all() and (blocks[..., :20, :] >= 0).any(-1).all() and blocks.max() <= 3
 
 
+def check_pages_of_a_group(library: Any) -> None:
+    """Check that the bound of a page counts only for the heads of a group that attend one of its keys."""
+    of, allowed = library.selectors, np.array([[[True, False, False]], [[False, True, True]]])
+    options = {"budget": of.Budget(top_k=1), "forced": of.Forced(diagonal=False), "causal": False, "share": "group"}
+    q, k = np.array([[[1.0]], [[-1.0]]]), np.array([[[0.1], [-2.0], [5.0]]])
+    assert of.quest(q, k, page_size=1, mask=allowed, **options).blocks.tolist() == [[[1]]]
+
+
+def test_pages_of_a_group() -> None:
+    check_pages_of_a_group(cuflash)
+
+
 def test_lists_of_columns_and_diagonals_are_the_blocks_that_they_cross() -> None:
     q, k = np.random.default_rng(0).standard_normal((2, HEADS, 40, DIM))
     options: dict[str, Any] = {"causal": True, "forced": Forced(sink=1), "num_queries": 8}
