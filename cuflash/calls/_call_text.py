@@ -10,16 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from ..dropout import Draws
+from ..dropout import Draws, Dropout
 from ..masks.base import Mask
+from ..masks.content import opaque_values
 from ..masks.places import Places
 from ..masks.shape import MaskShape
 from ..planning.operands import Operand
+from ..planning.options import Options
 from ..planning.problem import Problem
 from ..planning.scales import RowsPerScale
 from ..scores.program import ArrayType, Instruction, Program
+from ..scores.trace import Traced
 
-_RECORDS = (Problem, Places, MaskShape, Operand, Draws, RowsPerScale, Program, Instruction, ArrayType)
+_RECORDS = (
+    Problem, Places, MaskShape, Operand, Draws, RowsPerScale, Program, Instruction, ArrayType, Options, Dropout, Traced,
+)  # fmt: skip
+_ROOT = __name__.partition(".")[0]
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -41,14 +47,21 @@ def call_digest(text: str) -> str:
 
 def parsed_call(text: str, kind: type[Any]) -> Any:
     """Return the record of class `kind` that a text describes."""
-    classes = {each.__name__: each for each in (kind, *_RECORDS, *_masks(Mask))}
+    classes = {each.__name__: each for each in (kind, *_RECORDS, *masks_of_library())}
     return _decoded(json.loads(text), classes)
 
 
-def _masks(kind: type[Mask]) -> Iterator[type[Mask]]:
+def masks_of_library(kind: type[Mask] = Mask) -> Iterator[type[Mask]]:
+    """Yield the classes of masks that every process has."""
     for each in kind.__subclasses__():
-        yield each
-        yield from _masks(each)
+        if _is_ours(each):
+            yield each
+            yield from masks_of_library(each)
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    """True if every process has the class: it belongs to the library."""
+    return kind.__module__.partition(".")[0] == _ROOT
 
 
 def _encoded(value: Any) -> Any:
@@ -59,9 +72,10 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
     name = type(value).__name__
-    if is_dataclass(value) and not isinstance(value, type):
+    is_whole = _is_ours(type(value)) and not (isinstance(value, Mask) and opaque_values(value))
+    if is_whole and is_dataclass(value):
         return {name: {each.name: _encoded(getattr(value, each.name)) for each in fields(value) if each.init}}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+    if is_whole and hasattr(value, "_asdict"):
         return {name: {field: _encoded(each) for field, each in value._asdict().items()}}
     raise TypeError(f"a call with {name} has no text: write a mask in closed form, such as masks.Causal()")
 

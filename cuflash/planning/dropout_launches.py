@@ -70,21 +70,6 @@ def numbers_of(dropout: Dropout | None) -> tuple[int, ...]:
     return dropout._numbers if isinstance(dropout, Dropout) and dropout._draws.threshold else ()
 
 
-def require_number(dropout: Any) -> None:
-    """Refuse an array as the seed of a `Dropout`, for functions whose calls take no further arrays.
-
-    Raises
-    ------
-    UnsupportedProblem
-        The seed is an array, or the value is not a `Dropout`.
-    """
-    if dropout is not None and not isinstance(dropout, Dropout):
-        raise UnsupportedProblem([_no_dropout(dropout)])
-    if dropout is not None and dropout._array is not None:
-        rule = "dropout's seed must be an int for this function; got an array"
-        raise UnsupportedProblem([f"{rule}: pass an int, and a different offset in each step"])
-
-
 def dropout_places(places: Places | None, num_heads: int, of_all: MaskShape) -> dict[str, int]:
     """Return the place of a call in a larger one as kernels read it; empty if the call is not a part of another.
 

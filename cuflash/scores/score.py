@@ -21,7 +21,7 @@ from ..layouts import (
 )  # fmt: skip
 from .program import COORDINATES, ArrayType, BlockKind, Program, derived
 from .ranges import integer_range
-from .trace import trace
+from .trace import Traced, trace
 
 MAX_ARRAYS = 8
 _COMPOSED = "compose them with @, where (a @ b)(s) is a(b(s)), or write one function, Score(f)"
@@ -175,6 +175,44 @@ class Score:
         frozenset()
         """
         return getattr(self.function, "facts", frozenset())
+
+    @property
+    def _traced(self) -> Traced:
+        """The function as data, without Python code and arrays.
+
+        Examples
+        --------
+        >>> score = Score(lambda s, b, h, i, j: s / 3)
+        >>> Score._of_trace(score._traced).numbers == score.numbers
+        True
+        """
+        return Traced(self.program, self.numbers, tuple(sorted(self.facts)), self.name)
+
+    @classmethod
+    def _of_trace(cls, traced: Traced) -> Score:
+        """Return the score that was traced, whose arrays are missing: each must be replaced before the score is used.
+
+        Parameters
+        ----------
+        traced : Traced
+
+        Returns
+        -------
+        Score
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> score = Score(lambda s, b, h, i, j, slope: s * slope[h], slope=np.ones(2))
+        >>> Score._of_trace(score._traced).program == score.program
+        True
+        """
+        score = cls.__new__(cls)
+        arrays = MappingProxyType({each.name: None for each in traced.program.arrays})
+        vars(score).update(
+            function=traced, program=traced.program, numbers=traced.numbers, arrays=arrays, _remake=None
+        )  # fmt: skip
+        return score
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         """Evaluate the function on numbers, or on arrays that broadcast, for plots and tests.

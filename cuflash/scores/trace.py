@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple, NoReturn
 
@@ -94,6 +95,54 @@ def _refusal_of_others(error: Exception) -> str | None:
         f"{message}: use NumPy's functions and Python's operators on s, b, h, i and j, and arrays by name, "
         f"Score(f, table=table)"
     )
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A score function without Python code: it repeats the instructions of the program of another function.
+
+    Attributes
+    ----------
+    program : Program
+    numbers : tuple of float
+        The numbers that the program reads.
+    names_of_facts : tuple of str
+        The facts of the function, sorted.
+    title : str
+        The name of the function.
+    """
+
+    program: Program
+    numbers: tuple[float, ...]
+    names_of_facts: tuple[str, ...]
+    title: str
+
+    @property
+    def facts(self) -> frozenset[str]:
+        return frozenset(self.names_of_facts)
+
+    @property
+    def __name__(self) -> str:
+        return self.title
+
+    def __call__(self, s: Symbol, b: Symbol, h: Symbol, i: Symbol, j: Symbol, **arrays: Array) -> Symbol:
+        builder, inputs = s._builder, dict(zip(("s", *COORDINATES), (s, b, h, i, j)))
+        values: list[int] = []
+        for op, kind, args, value in self.program.instructions:
+            operands = [values[n] for n in args]
+            if op in inputs:
+                values.append(inputs[op]._n)
+            elif op == "const":
+                values.append(builder.const(value))
+            elif op == "number":
+                number = key_shift(i) if kind == "int" else self.numbers[value]
+                values.append(_number_of(builder, number))
+            elif op == "load":
+                array = arrays[self.program.arrays[value].name]
+                values.append(array._n if isinstance(array, Symbol) else builder.load(array._number, operands))
+            else:
+                values.append(builder.real(*operands) if op == "real" else builder.apply(op, *operands))
+        return Symbol(builder, values[self.program.results[0]])
 
 
 class _Finished(NamedTuple):

@@ -22,7 +22,6 @@ from ..errors import refuse
 from ..keywords import explains_keywords
 from ..layouts import has_dual_level, is_tensor
 from ..masks import Causal
-from ..planning.dropout_launches import require_number
 from ..planning.options import (
     AnyArray, CallOptions, Causality, ExecutorName, KernelFamily, MaskLike, Options, Precision, ScoreLike, Window,
 )  # fmt: skip
@@ -101,7 +100,7 @@ def attention(
     bias, sink : torch.Tensor, optional
         As in `cuflash.attention`.
     dropout : Dropout, optional
-        As in `cuflash.attention`; its seed must be a number.
+        As in `cuflash.attention`; its seed may be a tensor on q's device.
     kernel : {"auto", "sm90", "sm80", "simt", "fa1", "naive"}
         As in `cuflash.attention`.
     executor : {"auto", "cpu", "gpu", "sim"}
@@ -244,7 +243,9 @@ def transformers_attention(
         module, query, key, attention_mask, is_causal=is_causal, position_bias=position_bias,
         sliding_window=sliding_window, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, others=others,
     )  # fmt: skip
-    dropped = Dropout(dropout, seed=int(torch.randint(1 << 62, (), device="cpu"))) if dropout else None
+    is_in_graph = torch.compiler.is_compiling()
+    seed = torch.randint(1 << 62, (), device=query.device if is_in_graph else "cpu") if dropout else 0
+    dropped = Dropout(dropout, seed if is_in_graph else int(seed)) if dropout else None
     o = attention(
         query, key, value, **options, scale=scaling, softcap=softcap, sink=s_aux, dropout=dropped,
         deterministic=bool(deterministic),
@@ -258,8 +259,6 @@ def _called(
     """Compute `attention`, whose options are one value."""
     if type(return_lse) is not bool:
         refuse(flag_reasons("return_lse", return_lse))
-    if options.dropout is not None:
-        require_number(options.dropout)
     if _is_any_autocast() and is_tensor(q) and is_tensor(k) and is_tensor(v):
         q, k, v = in_autocast(q, k, v)
     if _is_transforming() or _num_modes() or has_dual_level():

@@ -1,7 +1,8 @@
 """Attention as operators of PyTorch's dispatcher, for compilers and modes that trace or count operators.
 
-An operator gets the tensors of a call, and the name of a `Transformed`, which has everything else. Eager calls do not
-use these operators.
+An operator gets the tensors of a call, the seed and offset of its dropout, and the name of a `Transformed`, which has
+everything else: its text, which every process can read, or, for calls that no text can hold, a number that only this
+process knows. Eager calls do not use these operators.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from itertools import count
+from secrets import token_hex
 from types import new_class
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,39 +28,64 @@ from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import Function, _SingleLevelFunction
 
+from ..calls._call_text import masks_of_library
 from ..dropout import Dropout
-from ..errors import refuse
+from ..errors import UnsupportedProblem, refuse
 from ..keywords.answers import UNTRACED
 from ..layouts import dense_strides, has_dual_level
 from ..masks.base import Mask
-from ..planning.dropout_launches import require_number
+from ..planning.dropout_launches import SEED
 from ..planning.options import Options
 from ..plans import Plan
 from ..scores import Score
 from ._tensors import Axes, Tensor, in_autocast
-from ._transformed import AnyCall, Transformed, names_of, results_of, run_pass
+from ._transformed import MASK, AnyCall, Transformed, names_of, results_of, run_pass
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 _NAMESPACE = __name__.partition(".")[0]  # so that another copy of the library has operators of its own
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
-_LIBRARY.define("forward(Tensor[] tensors, str call) -> (Tensor, Tensor)", tags=_TAGS)
-_LIBRARY.define("derivative(str name, Tensor?[] tensors, str[] wrt, str call) -> Tensor[]", tags=_TAGS)
+_LIBRARY.define("forward(Tensor[] tensors, SymInt[] draws, str call) -> (Tensor, Tensor)", tags=_TAGS)
+_LIBRARY.define(
+    "derivative(str name, Tensor?[] tensors, str[] wrt, SymInt[] draws, str call) -> Tensor[]", tags=_TAGS
+)  # fmt: skip
 _OPERATORS = getattr(torch.ops, _NAMESPACE)
 
+_HERE = f"call of process {token_hex(16)}, number "
 _numbers = count()
 _calls: WeakValueDictionary[str, Transformed] = WeakValueDictionary()
 _traced: list[Transformed] = []  # keeps traced calls alive, since graphs hold only their names
 
 
 def name_of(call: Transformed, is_traced: bool) -> str:
-    """Return the name by which operators find a call while it exists; a traced call is kept forever."""
-    if call.name is None:
-        call.name = str(next(_numbers))
-        _calls[call.name] = call
-    if is_traced:
+    """Return the name by which operators find a call while it exists; a traced call has a text, or is kept forever."""
+    if is_traced and not call.is_traced:
         call.is_traced = True
-        _traced.append(call)
+        try:
+            call.name = call.text
+        except (TypeError, RecursionError, UnsupportedProblem):
+            _traced.append(call)
+    if call.name is None:
+        call.name = f"{_HERE}{next(_numbers)}"
+        _calls[call.name] = call
     return call.name
+
+
+def _call(name: str, draws: Sequence[int] = ()) -> Transformed:
+    """Return the call with a name, which draws the weights of a seed and an offset.
+
+    Raises
+    ------
+    UnsupportedProblem
+        The name is that of another process.
+    """
+    call = _read(name) if name.startswith("[") else _calls.get(name)
+    if call is None:
+        fix = "use Score, or masks in closed form, and export again"
+        raise UnsupportedProblem([f"the call holds Python functions or arrays, which torch.export cannot save: {fix}"])
+    return call.drawing(*draws) if draws else call
+
+
+_read = lru_cache(maxsize=1024)(Transformed.read)
 
 
 def run(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -67,27 +94,31 @@ def run(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Tensor |
         return run_pass(call, name, wrt, tensors)
     text = name_of(call, _has_proxies())
     with torch.enable_grad(), _below_autograd():  # transformations below this one still differentiate
-        return _operator(name, tensors, wrt, text)
+        return _operator(name, tensors, wrt, call.draws, text)
 
 
-def _operator(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> Sequence[Tensor]:
+def _operator(
+    name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], draws: Sequence[int], call: str
+) -> Sequence[Tensor]:
     """Call the operator of a pass."""
     results: Sequence[Tensor]
     if name == "forward":
-        results = _OPERATORS.forward(list(tensors), call)
+        results = _OPERATORS.forward(list(tensors), draws, call)
     else:
-        results = _OPERATORS.derivative(name, list(tensors), list(wrt), call)
+        results = _OPERATORS.derivative(name, list(tensors), list(wrt), draws, call)
     return results
 
 
 def _implement(kernel: Callable[..., Sequence[Tensor]], key: str) -> None:
     """Register a function as the implementation of both operators for a key of the dispatcher, or for fake tensors."""
 
-    def forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, ...]:
-        return tuple(kernel("forward", tensors, (), call))
+    def forward(tensors: Sequence[Tensor], draws: Sequence[int], call: str) -> tuple[Tensor, ...]:
+        return tuple(kernel("forward", tensors, (), draws, call))
 
-    def derivative(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
-        return list(kernel(name, tensors, wrt, call))
+    def derivative(
+        name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], draws: Sequence[int], call: str
+    ) -> list[Tensor]:
+        return list(kernel(name, tensors, wrt, draws, call))
 
     for function in (forward, derivative):
         if key == "fake":
@@ -100,13 +131,15 @@ def differentiate(functions: dict[str, type[Function]]) -> None:
     """Register the autograd functions of passes, by name, as the derivatives of the operators."""
     single = {name: _of_one_level(function) for name, function in functions.items()}
 
-    def recorded(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> Sequence[Tensor]:
+    def recorded(
+        name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], draws: Sequence[int], call: str
+    ) -> Sequence[Tensor]:
         if _is_differentiated():
             with enable_single_level_autograd_function():
-                results: Sequence[Tensor] = single[name].apply(_calls[call], tuple(wrt), *tensors)
+                results: Sequence[Tensor] = single[name].apply(_call(call, draws), tuple(wrt), *tensors)
                 return results
         with _below_autograd():
-            return _operator(name, tensors, wrt, call)
+            return _operator(name, tensors, wrt, draws, call)
 
     _implement(recorded, "Autograd")
 
@@ -140,9 +173,16 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
     """Compute o and lse within `torch.compile`, which traces this function."""
     tensors: dict[str, Tensor] = dict(zip(("q", "k", "v"), in_autocast(q, k, v)))
     mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:-2]  # neither has a value
-    draws = (dropout.p, dropout.seed, dropout.offset) if isinstance(dropout, Dropout) else dropout
+    draws: tuple[int, ...] = ()
+    drops: Any = dropout
+    if isinstance(dropout, Dropout):
+        seed, offset, drops = dropout.seed, dropout.offset, dropout.p
+        if isinstance(seed, torch.Tensor):
+            tensors[SEED], seed = seed, 0
+        draws = seed if seed < 1 << 63 else seed - (1 << 64), offset
     if isinstance(mask, torch.Tensor):
-        tensors["mask"], mask = mask, None
+        tensors[MASK], mask = mask, None
+    parts = _parts(mask, 16) if isinstance(mask, Mask) else None
     if sink is not None:
         tensors["sink"] = sink
     if bias is not None:
@@ -151,35 +191,57 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         for name, array in score.arrays.items():
             if isinstance(array, torch.Tensor):
                 tensors[name] = array
-    values = mask, causal, window, scale, score, softcap, draws, *words
-    name = _named(tuple(tensors), *[_constant(each) for each in values])
-    o, lse = _OPERATORS.forward(list(tensors.values()), name)
+    values = [_constant(each) for each in (causal, window, scale, score, softcap, drops, bool(draws), *words)]
+    name = _named(tuple(tensors), mask if parts is None else None, parts, *values)
+    o, lse = _OPERATORS.forward(list(tensors.values()), draws, name)
     return o, lse
+
+
+def _parts(value: Any, depth: int) -> Any:
+    """Return the classes and numbers of a mask, which `torch.compile` compares by value; None if it has other parts."""
+    if value is None or isinstance(value, (str, int, float)):
+        return (_constant(value),)
+    names = _FIELDS.get(type(value))
+    if not depth or names is None and type(value) is not tuple:
+        return None
+    rest = value if names is None else [getattr(value, name) for name in names]
+    parts = [_parts(each, depth - 1) for each in rest]
+    return None if None in parts else (type(value), *parts)
+
+
+def _whole(parts: tuple[Any, ...]) -> Any:
+    """Return the mask of these parts."""
+    kind, *rest = parts
+    if not isinstance(kind, type):
+        return kind
+    values = map(_whole, rest)
+    return tuple(values) if kind is tuple else kind(**dict(zip(_FIELDS[kind], values)))
 
 
 def _constant(value: Any) -> Any:
     """Return a value without symbols: a graph would take numbers that differ between calls as inputs."""
     if isinstance(value, tuple):
         return tuple([_constant(each) for each in value])
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool)
     return torch.fx.experimental.symbolic_shapes.guard_scalar(value) if is_number else value
 
 
 def _named(
-    names: tuple[str, ...], mask: Any, causal: Any, window: Any, scale: Any, score: Any, softcap: Any, draws: Any,
-    *words: Any,
+    names: tuple[str, ...], mask: Any, parts: Any, causal: Any, window: Any, scale: Any, score: Any, softcap: Any,
+    dropout: Any, has_draws: bool, *words: Any,
 ) -> str:  # fmt: skip
     """Return the name of a call while its function is compiled; its arguments become constants of the graph."""
+    mask = _whole(parts) if parts else mask
     if isinstance(mask, Mask) and not all(hasattr(mask, each.name) for each in fields(mask)):
         fix = "create it before, or pass a boolean tensor"
         refuse([f"mask must exist when a function is compiled; got a {type(mask).__name__} that it creates: {fix}"])
-    dropout = Dropout(*draws) if isinstance(draws, tuple) else draws
-    require_number(dropout)
+    dropout = Dropout(dropout, seed=0) if has_draws else dropout
     options = Options(mask, causal, window, scale, score, softcap, None, None, dropout, (), *words)
     return name_of(Transformed(names, options), is_traced=True)
 
 
 _named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result, without its import
+_FIELDS = {kind: tuple([each.name for each in fields(kind) if each.init]) for kind in masks_of_library()}
 _OPERATIONS = ("__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__sub__", "__rsub__", "__invert__")
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
@@ -202,9 +264,11 @@ leave_to_python(Score.__call__, Plan.forward, Plan.backward, Plan.jvp, Plan.back
 leave_to_python(*(getattr(Mask, name) for name in _OPERATIONS))
 
 
-def _executed(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
+def _executed(
+    name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], draws: Sequence[int], call: str
+) -> list[Tensor]:
     """Run a pass on tensors with data; results have the strides that the operator promises."""
-    results = run_pass(_calls[call], name, wrt, tensors)
+    results = run_pass(_call(call, draws), name, wrt, tensors)
     promised = (strides for *_, strides in _promised(name, tensors, wrt, call, *_KNOWN))
     return [_with_strides(tensor, strides) for tensor, strides in zip(results, promised)]
 
@@ -214,7 +278,7 @@ def _promised(
     shapes: Callable[..., tuple[tuple[int, ...], tuple[int, ...]]], dense: Callable[..., Sequence[int]],
 ) -> Iterator[tuple[Tensor, Sequence[int], Sequence[int]]]:  # fmt: skip
     """Yield, for each result of a pass, a tensor of its kind, its shape and its strides."""
-    arrays = {each: x for each, x in zip(names_of(name, _calls[call]), tensors) if x is not None}
+    arrays = {each: x for each, x in zip(names_of(name, _call(call)), tensors) if x is not None}
     if name != "forward":
         likes = (arrays[of] for of in results_of(name, wrt))
         yield from ((like, like.shape, dense(like.is_cuda, like.shape, like.stride())) for like in likes)
@@ -260,7 +324,9 @@ def _dense(is_on_gpu: bool, shape: Sequence[int], strides: Sequence[int], of: Se
 _KNOWN = lru_cache(maxsize=256)(_shapes), lru_cache(maxsize=256)(_dense)
 
 
-def _fake(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str) -> list[Tensor]:
+def _fake(
+    name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], draws: Sequence[int], call: str
+) -> list[Tensor]:
     """Return results without data."""
     promised = _promised(name, tensors, wrt, call, _shapes, _dense)
     fakes = [like.new_empty_strided(shape, strides) for like, shape, strides in promised]
@@ -269,21 +335,22 @@ def _fake(name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call:
 
 
 def _batched(
-    info: VmapInfo, axes: Axes, name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str], call: str
+    info: VmapInfo, axes: Axes, name: str, tensors: Sequence[Tensor | None], wrt: Sequence[str],
+    draws: Sequence[int], call: str,
 ) -> tuple[tuple[Tensor, ...], Axes]:
     """Run a pass on a batch of tensors, whose mapped axes are `axes`."""
 
     def apply(*each: Tensor | None) -> Sequence[Tensor]:
-        return _operator(name, each, wrt, call)
+        return _operator(name, each, wrt, draws, call)
 
-    results = _calls[call].batched(name, info.batch_size, tensors, axes, wrt, apply)
+    results = _call(call).batched(name, info.batch_size, tensors, axes, wrt, apply)
     return results, (0,) * len(results)
 
 
 def _batched_forward(
-    info: VmapInfo, in_dims: Sequence[Axes], tensors: Sequence[Tensor], call: str
+    info: VmapInfo, in_dims: Sequence[Axes], tensors: Sequence[Tensor], draws: Sequence[int], call: str
 ) -> tuple[tuple[Tensor, ...], Axes]:
-    return _batched(info, in_dims[0], "forward", tensors, (), call)
+    return _batched(info, in_dims[0], "forward", tensors, (), draws, call)
 
 
 def _batched_derivative(

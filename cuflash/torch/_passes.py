@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays import Array, ShapeDtype
 from ..calls._call import planned
 from ..calls._forward import run
+from ..dropout import Dropout
 from ..errors import UnsupportedProblem, refuse
 from ..executors import checks, gpu, torch_gpu
 from ..executors._bound_plan import BoundPlan
@@ -20,7 +21,7 @@ from ..executors.torch_gpu import Layout
 from ..layouts import dtype_of, is_tensor, taken
 from ..masks.one_array import at_each_call
 from ..planning._call_cache import CALLS
-from ..planning.dropout_launches import numbers_of
+from ..planning.dropout_launches import SEED, numbers_of
 from ..planning.list_kernels import AT_CALL, WorkAtCall
 from ..planning.lookup import Lookup, lookup
 from ..planning.options import Options
@@ -220,7 +221,9 @@ def _mask_layout(array: Array | Tensor) -> Hashable:
 
 def _over(arrays: Mapping[str, Array | ShapeDtype], options: Options) -> Options:
     """Return the options of a call with other arrays instead of its tensors, by name."""
-    score, bias = options.score, options.bias
+    score, bias, dropout = options.score, options.bias, options.dropout
+    if SEED in arrays and isinstance(dropout, Dropout):
+        options = options._replace(dropout=Dropout(dropout.p, arrays[SEED], dropout.offset))
     if isinstance(score, Score) and score.arrays.keys() <= arrays.keys():
         score = score._with_arrays(arrays)
     if bias is not None and is_tensor(bias):  # a bias remains here only if it or the score is invalid

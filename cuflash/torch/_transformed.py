@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy
 from typing import Any, TypeAlias
 
 import torch
@@ -10,17 +11,21 @@ from torch._C._functorch import is_functionaltensor
 
 from ..arrays import ShapeDtype, describe, is_array
 from ..calls._call import composed_score
+from ..calls._call_text import call_text, parsed_call
 from ..calls._forward import with_one_score
+from ..dropout import Dropout
 from ..errors import refuse
 from ..executors import checks, torch_gpu
 from ..layouts import dtype_of, is_tensor, tensor_reasons
 from ..masks.arrays import reads_numbers
 from ..masks.base import Mask
+from ..planning.dropout_launches import SEED
 from ..planning.options import DOT, Options
 from ..scores import Score
 from ._passes import Call, OnGpu, looked_up_call, ran
 from ._tensors import NEW, Axes, Tensor, own_integers
 
+MASK = "mask="  # the name of a boolean tensor as mask, which no array of a score has
 _ALIGNED = ("sink", "bias")  # operands whose batch axes, if any, are aligned to the last ones of q, k and v
 
 
@@ -31,6 +36,8 @@ class Transformed:
     ----------
     names : tuple of str
         The names of the tensors: q, k, v, operands and, within compiled code, a mask.
+    draws : tuple of int, or of torch.SymInt
+        The seed, as a signed integer, and the offset of a dropout, if they are inputs of a graph.
     name : str, optional
         The name by which operators find the call.
     is_traced : bool
@@ -39,6 +46,7 @@ class Transformed:
 
     def __init__(self, names: tuple[str, ...], options: Options) -> None:
         self.names, self._options = names, options
+        self.draws: Sequence[int] = ()
         self.name: str | None = None
         self.is_traced = False
         self._calls: dict[Hashable, Call] = {}
@@ -61,6 +69,9 @@ class Transformed:
             score = score._with_arrays(shapes)
         tensors |= {name: each for name, each in operands.items() if is_tensor(each)}
         reasons = list[str]()
+        dropout = options.dropout
+        if isinstance(dropout, Dropout) and is_tensor(dropout.seed):
+            tensors[SEED], dropout = dropout.seed, Dropout(dropout.p, 0, dropout.offset)
         for name, tensor in tensors.items():
             if not is_tensor(tensor):
                 fix = "convert it with torch.as_tensor"
@@ -69,7 +80,38 @@ class Transformed:
                 reasons += tensor_reasons(name, tensor)
         refuse(reasons)
         without = {name: _without_data(getattr(options, name)) for name in _ALIGNED}
-        return cls(tuple(tensors), options._replace(score=score, **without)), [*tensors.values()]
+        return cls(tuple(tensors), options._replace(score=score, dropout=dropout, **without)), [*tensors.values()]
+
+    def drawing(self, *draws: int) -> Transformed:
+        """Return the call with another seed and offset."""
+        twin = copy(self)
+        twin.draws = draws
+        return twin
+
+    @property
+    def text(self) -> str:
+        """A text that `read` converts to an equal call; it does not depend on lengths.
+
+        Raises
+        ------
+        TypeError, UnsupportedProblem
+            The call holds arrays or functions, or it is invalid.
+        """
+        score, parts = self._options.score, tuple[Any, ...]()
+        if callable(score):
+            score = score if isinstance(score, Score) else Score(score)
+            parts = score._traced, *(array for name, array in score.arrays.items() if name not in self.names)
+        sink, bias = (None if name in self.names else getattr(self._options, name) for name in _ALIGNED)
+        score = None if parts else score
+        return call_text((self.names, self._options._replace(score=score, sink=sink, bias=bias), parts))
+
+    @classmethod
+    def read(cls, text: str) -> Transformed:
+        """Return the call that a text describes; its tensors must be passed to each pass."""
+        names, options, parts = parsed_call(text, Options)
+        call = cls(names, options._replace(score=Score._of_trace(*parts)) if parts else options)
+        call.name, call.is_traced = text, True
+        return call
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Compute o and lse of tensors with data."""
@@ -109,7 +151,11 @@ class Transformed:
         if isinstance(score, Score):
             arrays = {name: tensors.get(name, array) for name, array in score.arrays.items()}
             score = score._with_arrays(arrays)
-        mask = tensors.get("mask", options.mask)
+        dropout = options.dropout
+        if isinstance(dropout, Dropout):
+            seed, offset = self.draws or (dropout.seed, dropout.offset)
+            options = options._replace(dropout=Dropout(dropout.p, tensors.get(SEED, seed % (1 << 64)), offset))
+        mask = tensors.get(MASK, options.mask)
         options, operands = with_one_score(options._replace(mask=mask, score=score, wrt=tuple(wrt), **own))
         operands = {name: own_integers(name, each, tensors["q"]) for name, each in operands.items()}
         return {name: tensors[name] for name in ("q", "k", "v")} | operands, options
@@ -200,7 +246,7 @@ def run_pass(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Ten
             return run_pass(call, name, wrt, tensors)
     if isinstance(call, Transformed):
         call = call.on({each: arrays[each] for each in call.names}, wrt)
-        arrays.pop("mask", None)
+        arrays.pop(MASK, None)
     results = call.run(name, arrays)
     if name == "jvp" or len(results) == 3 + len(wrt):
         return results

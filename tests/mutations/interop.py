@@ -66,6 +66,58 @@ FAULTS = {
             "torch/_transformed.py", "Transformed._keep", "not self.is_traced or isinstance(call, OnGpu)", "True"
         ),
     },
+    interop_guards.graphs_hold_texts: {
+        "a graph has the number of a call": Edit("torch/_operators.py", "name_of", "call.name = call.text", "pass"),
+        "a call of another process is an error of Python": Edit(
+            "torch/_operators.py", "_call", "if call is None:", "if False:"
+        ),
+        "a text has no score": Edit(
+            "torch/_transformed.py", "Transformed.text", "bias=bias), parts))", "bias=bias), ()))"
+        ),
+        "a text names a class of the user": Edit(
+            "calls/_call_text.py", "_encoded", "_is_ours(type(value)) and not", "not"
+        ),
+        "a class of the user is one of the library": Edit(
+            "calls/_call_text.py", "masks_of_library", "if _is_ours(each):", "if True:"
+        ),
+        "a call of a text has a number": Edit(
+            "torch/_transformed.py", "Transformed.read", "call.name, call.is_traced = text, True", "pass"
+        ),
+    },
+    interop_guards.programs_hold_no_symbols: {
+        "a length stays a symbol": Edit(
+            "torch/_operators.py", "_constant", "(int, float, torch.SymInt)", "(int, float)"
+        ),
+    },
+    interop_guards.graphs_follow_numbers: {
+        "a graph draws the weights of seed 0": Edit(
+            "torch/_transformed.py", "Transformed.drawing", "twin.draws = draws", "pass"
+        ),
+        "a graph ignores a seed in a tensor": Edit(
+            "torch/_transformed.py", "Transformed._with_one_score", "tensors.get(SEED, seed % (1 << 64))",
+            "seed % (1 << 64)"
+        ),
+        "a seed must be a signed integer": Edit(
+            "torch/_operators.py", "compiled", "seed if seed < 1 << 63 else seed - (1 << 64), offset", "seed, offset"
+        ),
+        "an offset is a constant": Edit(
+            "torch/_operators.py", "compiled", "seed - (1 << 64), offset", "seed - (1 << 64), _constant(offset)"
+        ),
+    },
+    interop_guards.equal_masks_share_a_graph: {
+        "masks are compared by identity": Edit(
+            "torch/_operators.py", "compiled", "_parts(mask, 16) if isinstance(mask, Mask) else None", "None"
+        ),
+        "numbers of masks may change within a graph": Edit(
+            "torch/_operators.py", "_parts", "return (_constant(value),)", "return (value,)"
+        ),
+        "an array of a score may be the mask": Edit(
+            "torch/_transformed.py", None, 'MASK = "mask="', 'MASK = "mask"'
+        ),
+        "masks have their fields in reverse": Edit(
+            "torch/_operators.py", "_whole", "zip(_FIELDS[kind], values)", "zip(reversed(_FIELDS[kind]), values)"
+        ),
+    },
     interop_guards.graphs_keep_positions: {
         "a graph contains calls at the start of a sequence": Edit(
             "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"

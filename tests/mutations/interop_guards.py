@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -303,7 +304,7 @@ def recorded_calls_use_their_own_mask(library: ModuleType) -> None:
     """Check gradients of a call that a graph runs twice, with two masks, before the first gradient."""
     torch, module = pytest.importorskip("torch"), part(library, "torch._transformed")
     options = part(library, "planning.options").Options()
-    call = module.Transformed(("q", "k", "v", "mask"), options)
+    call = module.Transformed(("q", "k", "v", module.MASK), options)
     call.is_traced = True
     q, k, v, do = map(torch.from_numpy, (Q, K, V, DO))
     outputs = [call.forward(q, k, v, torch.from_numpy(mask)) for mask in (UPPER, ~UPPER)]
@@ -323,6 +324,84 @@ def graphs_leave_calls_to_python(library: ModuleType) -> None:
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match="compiled graphs contain only"):
             torch.compile(call, backend="eager", fullgraph=True)()
+
+
+def graphs_hold_texts(library: ModuleType) -> None:
+    """Check that operators compute a call by its text alone, and refuse the names of calls that have no text."""
+    torch, operators = pytest.importorskip("torch"), part(library, "torch._operators")
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    score, bias = library.scores.alibi(torch.from_numpy(TABLE[0])), torch.from_numpy(BIAS)
+
+    @dataclass(frozen=True, eq=False)
+    class Causal(library.masks.Mask):  # no other process has this class
+        def __call__(self, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return j < 3
+
+    held = [{"mask": Causal()}, {"mask": Causal().__call__}]
+    for options in ({"causal": True, "bias": bias}, {"mask": library.masks.Causal()}, {"score": score}, *held):
+        call, tensors = operators.Transformed.of(q, k, v, part(library, "planning.options").Options(**options))
+        name = operators.name_of(call, is_traced=True)
+        operators._calls.clear()
+        if options in held:
+            with pytest.raises(library.UnsupportedProblem, match="torch.export cannot save"):
+                operators._OPERATORS.forward(tensors, (), name)
+        else:
+            options = {each: BIAS if each == "bias" else value for each, value in options.items()}
+            o, _ = operators._OPERATORS.forward(tensors, (), name)
+            assert (o.numpy() == library.attention(Q, K, V, **options)).all() and operators._call(name).name == name
+
+
+def programs_hold_no_symbols(library: ModuleType) -> None:
+    """Check that torch.export refuses to vary a length from which a call computes its window."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+
+    class Windowed(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return module.attention(q, k, v, window=(q.shape[-2] // 2, 0))
+
+    length = torch.export.Dim("length", min=4, max=64)
+    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+        torch.export.export(Windowed(), (*map(torch.from_numpy, (Q, K, V)),), dynamic_shapes=[{1: length}] * 3)
+
+
+def graphs_follow_numbers(library: ModuleType) -> None:
+    """Check that seeds and offsets of dropout do not compile a function again, and that other numbers do."""
+    torch, module = pytest.importorskip("torch"), part(library, "torch")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+
+    def call(seed: int, offset: int, left: int) -> Any:
+        return module.attention(q, k, v, dropout=library.Dropout(0.5, seed, offset), window=(left, 0))
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    numbers = [(1, 2, 3), (2, 3, 3), (4, 5, 3), (6, 7, 3), (6, 7, 4), (1 << 63, 8, 4)]
+    for each in numbers:
+        assert torch.equal(compiled(*each), call(*each))
+        assert counter.frame_count <= 2 or each[2] > 3
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: call(x, 1, 3), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.tensor(5)), call(5, 1, 3))
+
+
+def equal_masks_share_a_graph(library: ModuleType) -> None:
+    """Check that new masks with equal parts do not compile a function again, and that each part counts."""
+    torch, module, masks = pytest.importorskip("torch"), part(library, "torch"), library.masks
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda mask: module.attention(q, k, v, mask=mask), backend=counter, fullgraph=True)
+    score = library.scores.Score(lambda s, b, h, i, j, mask: s * mask[h], mask=torch.arange(4.0))
+    o = torch.compile(lambda: module.attention(q, k, v, score=score), backend="eager", fullgraph=True)()
+    assert (o.numpy() == library.attention(Q, K, V, score=score)).all()
+    for left in (1, 1, 1, 2, 3, None):
+        mask = masks.Causal("top_left") & ~masks.SlidingWindow(left, 0, align="top_left")
+        assert (compiled(mask).numpy() == library.attention(Q, K, V, mask=mask)).all()
+        assert counter.frame_count == 1 or left != 1
 
 
 def graphs_keep_positions(library: ModuleType) -> None:

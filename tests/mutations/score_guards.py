@@ -12,7 +12,8 @@ from executors import CPU
 from hypothesis import strategies as st
 from mutations.python_guards import hunt, part
 from test_score_programs import (
-    EXTENTS, RANGES, REFUSED, branches, check_arrays, check_exact_zeros, check_powers, places, message_of,
+    EXTENTS, RANGES, REFUSED, branches, check_arrays, check_exact_zeros, check_powers, check_repeated,
+    check_repeated_scores, places, message_of,
 )  # fmt: skip
 
 SIGNS = (AssertionError, ValueError, IndexError, TypeError)  # exceptions with which a guard reports a fault
@@ -54,6 +55,14 @@ def values_are_right(library):
             exact = np.broadcast_to(formula(s, **at, **wide), s.shape)
             (result,) = part(library, "scores.values").values(score.program, operands, s, **at)
         assert np.array_equal(np.broadcast_to(result, s.shape), exact, equal_nan=True)
+
+
+def texts_have_their_programs(library):
+    check_repeated_scores(library)
+
+    @hunt(formulas_of(library), SEEDS, seeds=3)
+    def check(formula, seed):
+        check_repeated(library, score_of_formula(library, formula, seed)[0])
 
 
 SMALL = (

@@ -128,6 +128,17 @@ FAULTS = {
             "planning/options.py", "Options.key", "score.numbers, score.facts", "score.numbers"
         ),
     },
+    score_guards.texts_have_their_programs: {
+        "the text of a function has the numbers of another": Edit(
+            "scores/trace.py", "Traced.__call__", "else self.numbers[value]", "else self.numbers[0]"
+        ),
+        "the text of a function counts from the first query and key": Edit(
+            "scores/trace.py", "Traced.__call__", 'if kind == "int" else', "if False else"
+        ),
+        "the text of a function lacks its facts": Edit(
+            "scores/trace.py", "Traced.facts", "frozenset(self.names_of_facts)", "frozenset()"
+        ),
+    },
     score_guards.values_are_right: {
         "a number's reciprocal is the number": Edit(
             PROGRAM, "Builder._quotient", "self.number(1.0 / value)", "self.number(value)"

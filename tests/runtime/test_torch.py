@@ -482,6 +482,33 @@ def test_a_new_seed_or_offset_of_dropout_asks_nothing_again(machines, monkeypatc
             require_bounds(named, example)
 
 
+@pytest.mark.parametrize("mask", [None, LISTED], ids=["dense", "lists"])
+def test_a_seed_in_a_tensor_is_read_when_kernels_run(machines, monkeypatch, mask):
+    """Another seed plans nothing again, and a replay of a graph draws other weights."""
+    (cupy, pytorch), do, seed = machines, on_device(DO), on_device(torch.tensor(3))
+    arrays, stream = [on_device(tensor).requires_grad_() for tensor in (Q, K, V)], cupy.cuda.Stream()
+
+    def step():
+        o = attention(*arrays, mask=mask, dropout=cuflash.Dropout(0.4, seed, 1))
+        return [o, *torch.autograd.grad(o, arrays, do)]
+
+    def check(results, number):
+        example = example_of(mask=mask, dropout=cuflash.Dropout(0.4, number, 1))
+        require_bounds(dict(zip(("o", "dq", "dk", "dv"), results, strict=True)), example)
+
+    with pytorch.stream(stream):
+        check(step(), 3)
+        monkeypatch.setattr(Call, "plan", lambda *args, **options: pytest.fail("planned again"))
+        seed.fill_(5)
+        check(step(), 5)
+        stream.begin_capture()
+        actual = step()
+        graph = stream.end_capture()
+    seed.fill_(7)
+    graph.launch()
+    check(actual, 7)
+
+
 @pytest.mark.parametrize("mask", [None, LISTED, an_index], ids=["dense", "lists", "index"])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_after_one_call_both_passes_are_captured_and_replayed_with_new_data(machines, mask, has_out):

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts,
 )  # fmt: skip
@@ -31,6 +32,7 @@ SLOPES = drawn(4, seed=5).abs().requires_grad_()
 SCORE, LENGTHS = scores.alibi(SLOPES), masks.Lengths(kv=torch.tensor([32, 20]))
 WINDOW = masks.Causal() & masks.SlidingWindow(8, 0)
 INDEX = BlockIndex.from_mask(masks.Causal(), 32, 32, 16)
+NAMED = scores.Score(lambda s, b, h, i, j, mask: s * mask[h], mask=SINK)
 CALLS = {
     "plain": lambda q, k, v: attention(q, k, v),
     "causal": lambda q, k, v: attention(q, k, v, causal=True, scale=0.3),
@@ -43,6 +45,7 @@ CALLS = {
     "a tensor as mask": lambda q, k, v: attention(q, k, v, mask=ALLOWED),
     "an index": lambda q, k, v: attention(q, k, v, mask=INDEX),
     "a score": lambda q, k, v: attention(q, k, v, score=SCORE),
+    "a score whose array is called mask": lambda q, k, v: attention(q, k, v, score=NAMED, mask=ALLOWED),
     "a function as score": lambda q, k, v: attention(q, k, v, score=lambda s, b, h, i, j: s - abs(i - j)),
     "dropout": lambda q, k, v: attention(q, k, v, dropout=cuflash.Dropout(0.3, seed=4)),
     "lse": lambda q, k, v: sum(each.sum() for each in attention(q, k, v, return_lse=True)),
@@ -95,9 +98,38 @@ def test_a_compiled_call_follows_its_arguments():
         assert torch.equal(compiled(mask), attention(Q, K, V, mask=mask))
 
 
+NEW_MASKS = {
+    "a window": lambda: masks.SlidingWindow(3, 0),
+    "an intersection": lambda: masks.Causal() & masks.SlidingWindow(3, 0),
+    "algebra": lambda: masks.Causal("top_left") | ~masks.Dilated(2) & masks.Band(None, 9),
+    "blocks": lambda: masks.Causal().on_blocks(4),
+}
+
+
+@pytest.mark.parametrize("name", NEW_MASKS)
+def test_equal_masks_share_a_graph(name):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda mask: attention(Q, K, V, mask=mask), backend=counter, fullgraph=True)
+    for _ in range(12):
+        assert torch.equal(compiled(NEW_MASKS[name]()), attention(Q, K, V, mask=NEW_MASKS[name]()))
+    assert counter.frame_count == 1
+    for mask in (masks.SlidingWindow(5, 1), masks.Band(-5, 1), ~masks.SlidingWindow(5, 1)):
+        assert torch.equal(compiled(mask), attention(Q, K, V, mask=mask))
+
+
+def test_a_deep_mask_is_compiled():
+    torch._dynamo.reset()
+    mask = masks.Causal()
+    for left in range(40):
+        mask = ~(mask & masks.SlidingWindow(left, 0))
+    compiled = torch.compile(lambda: attention(Q, K, V, mask=mask), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(), attention(Q, K, V, mask=mask))
+
+
 @pytest.mark.parametrize("name, values", {
     "scale": (0.3, 0.5, 0.7), "softcap": (2.0, 3.0), "window": ((1, 0), (2, None)), "q_start": (0, 3),
-    "dropout": (cuflash.Dropout(0.3, seed=4), cuflash.Dropout(0.3, seed=5)),
+    "dropout": (cuflash.Dropout(0.3, seed=4), cuflash.Dropout(0.3, seed=5), cuflash.Dropout(0.5, seed=5)),
 }.items())  # fmt: skip
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_another_number_compiles_again(name, values, dynamic):
@@ -128,6 +160,44 @@ def test_gradients_of_a_compiled_call_use_its_own_mask(backend):
     require_equal(gradients(torch.compile(call, backend=backend, fullgraph=True)), gradients(call))
 
 
+DRAWS = {
+    "a seed": (lambda x: x, lambda q, k, v, x: attention(q, k, v, dropout=cuflash.Dropout(0.3, x))),
+    "an offset": (lambda x: x, lambda q, k, v, x: attention(q, k, v, dropout=cuflash.Dropout(0.3, 1, x))),
+    "a dropout": (lambda x: cuflash.Dropout(0.3, x), lambda q, k, v, x: attention(q, k, v, dropout=x)),
+    "a tensor": (torch.tensor, lambda q, k, v, x: attention(q, k, v, dropout=cuflash.Dropout(0.3, x))),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("name", DRAWS)
+def test_seeds_and_offsets_are_inputs_of_one_graph(name, backend):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    make, call = DRAWS[name]
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for number in range(12):
+        x = make(number)
+        require_equal(results(lambda *each: compiled(*each, x)), results(lambda *each: call(*each, x)))
+    assert counter.frame_count <= 2  # the first number is a constant
+    for seed in (2**63 - 1, 2**63, 2**64 - 1) if name == "a seed" else ():
+        assert torch.equal(compiled(Q, K, V, seed), call(Q, K, V, seed))
+
+
+def test_dropout_of_a_compiled_model_is_drawn_by_pytorch():
+    torch._dynamo.reset()
+    layer = torch.nn.Module()
+
+    def call(q, k, v):
+        return cuflash.torch.transformers_attention(layer, q, k, v, is_causal=True, dropout=0.3)[0]
+
+    compiled, outputs = torch.compile(call, backend="aot_eager", fullgraph=True), []
+    for function in (compiled, call):
+        torch.manual_seed(0)
+        outputs.append([function(Q, K, V) for _ in range(3)])
+    require_equal(*outputs)
+    assert not torch.equal(*outputs[0][:2])
+
+
 def test_dynamic_lengths_have_the_same_bits():
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -152,9 +222,10 @@ def test_autocast_casts_what_it_casts_for_pytorch(dtype):
 
 
 def test_operators_keep_the_rules_of_operators():
-    name = cuflash.torch._operators._named(("q", "k", "v"), None, False, None, None, None, None, None, *WORDS)
+    options = None, None, False, None, None, None, None, None, False, *WORDS
+    name = cuflash.torch._operators._named(("q", "k", "v"), *options)
     tensors = [each.clone().requires_grad_() for each in (Q, K, V)]
-    torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, name))
+    torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, (), name))
 
 
 WORDS = "auto", "auto", "ieee", False, 0, 0

@@ -375,8 +375,11 @@ def test_pytorch_differentiates_attention_with_dropout() -> None:
     assert all(np.array_equal(x.numpy(), y) for x, y in zip(gradients, vjp(o), strict=True))
     other = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, 3, 2))
     np.testing.assert_array_equal(other.detach().numpy(), cuflash.attention(Q, K, V, dropout=Dropout(0.5, 3, 2)))
-    with pytest.raises(UnsupportedProblem, match="dropout's seed must be an int for this function; got an array"):
-        cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, np.array(3)))
+    for array in (np.array(3), torch.tensor(3)):
+        output = cuflash.torch.attention(q, k, v, dropout=Dropout(0.5, array, 1))
+        np.testing.assert_array_equal(output.detach().numpy(), o)
+        gradients = torch.autograd.grad(output, (q, k, v), torch.from_numpy(o.copy()))
+        assert all(np.array_equal(x.numpy(), y) for x, y in zip(gradients, vjp(o), strict=True))
 
 
 def test_jax_differentiates_attention_with_dropout() -> None:

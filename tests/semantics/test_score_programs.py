@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from executors import is_long, needs_compiler
 from hypothesis import given, settings, strategies as st
+from library_parts import part
 
 import cuflash
 from cuflash import UnsupportedProblem
@@ -494,6 +495,42 @@ def test_a_symbol_of_an_earlier_call_is_refused() -> None:
     Score(f)
     with pytest.raises(UnsupportedProblem, match="the function used a symbol of an earlier call"):
         Score(f)
+
+
+def check_repeated(library: Any, score: Any) -> None:
+    """Compare a score with the one that its text describes, alone, and the values of both above a cap and a bias."""
+    text, values = part(library, "calls._call_text"), part(library, "scores.values")
+    again = type(score)._of_trace(text.parsed_call(text.call_text(score._traced), type(None)))
+    parts = [(each.name, each.facts, each.program, each.numbers) for each in (again, score)]
+    assert parts[0] == parts[1]
+    results, shifts = [], set()
+    for each in (again._with_arrays(score.arrays), score):
+        composed = part(library, "scores.library").composed(each, 3.0, np.ones((2, 5, 7), np.float32))
+        shifts.add(composed.program.shift_slot is None)
+        operands = values.Operands(composed.numbers, tuple(composed.arrays.values()), SHAPE.batch)
+        with np.errstate(all="ignore"):
+            results += values.values(composed.program, operands, some_scores(0, np.float32), **places())
+    assert np.array_equal(*results, equal_nan=True) and len(shifts) == 1
+
+
+@settings(max_examples=150)
+@given(formula=formulas(), seed=st.integers(0, 2**32 - 1))
+def test_the_text_of_a_function_has_its_program(formula: Formula, seed: int) -> None:
+    check_repeated(cuflash, drawn_score(formula, seed)[0])
+
+
+def check_repeated_scores(library: Any) -> None:
+    """Compare scores of the library, one of which counts from the last query and key, with those of their texts."""
+    scores, ones = library.scores, np.ones(2)
+    check_repeated(library, scores.alibi(ones))
+    check_repeated(library, scores.alibi(ones, align="bottom_right"))
+    check_repeated(library, scores.temperature(ones) @ scores.softcap(3.0))
+    factor = np.array(3.0)
+    check_repeated(library, scores.Score(lambda s, b, h, i, j, x: np.where(i > 3, s / 7 + 5.0, x), x=factor))
+
+
+def test_the_text_of_a_score_of_the_library_has_its_program() -> None:
+    check_repeated_scores(cuflash)
 
 
 # Ranges
