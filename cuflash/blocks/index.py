@@ -141,6 +141,13 @@ class BlockIndex(Memoized):
         vars(index).update(facts, _carried=carried)
         return index
 
+    @classmethod
+    def _of_shapes(cls, **fields: Any) -> BlockIndex:
+        """Return an index whose arrays only have shapes and dtypes; nothing inspects them."""
+        index = object.__new__(cls)
+        vars(index).update(fields)
+        return index
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
