@@ -123,13 +123,13 @@ class BlockIndex(Memoized):
             refuse(list_reasons(self))
 
     @classmethod
-    def _of_lists(cls, carried: CarriedLists, **facts: Any) -> BlockIndex:
+    def _of_lists(cls, carried: CarriedLists | None, **facts: Any) -> BlockIndex:
         """Build an index from block lists on a device; its arrays are views of them, created on first use.
 
         Parameters
         ----------
-        carried : CarriedLists
-            The block lists.
+        carried : CarriedLists or None
+            The block lists. None if `facts` include arrays that only have shapes and dtypes, which nothing inspects.
         **facts
             The other fields.
 
@@ -139,13 +139,6 @@ class BlockIndex(Memoized):
         """
         index = object.__new__(cls)
         vars(index).update(facts, _carried=carried)
-        return index
-
-    @classmethod
-    def _of_shapes(cls, **fields: Any) -> BlockIndex:
-        """Return an index whose arrays only have shapes and dtypes; nothing inspects them."""
-        index = object.__new__(cls)
-        vars(index).update(fields)
         return index
 
     if not TYPE_CHECKING:

@@ -254,10 +254,10 @@ class ListedAtCall(ListedWork):
         results = source.results.items()
         empty = {name: np.broadcast_to(np.zeros((), each.dtype), each.shape) for name, each in results}
         lo, hi = (None, None) if source.rows is None or not source.is_whole else (source.rows.lo, source.rows.hi)
-        index = BlockIndex._of_shapes(
-            seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block=source.block, batch=source.batch,
-            num_heads=source.num_heads, indptr=empty["row_pointers"], indices=empty["kv_blocks"], kinds=empty["kinds"],
-            tiles=empty["tiles"], bits=empty["bits"], lo=lo, hi=hi,
+        index = BlockIndex._of_lists(
+            None, seqlen_q=source.shape.seqlen_q, seqlen_kv=source.shape.seqlen_kv, block=source.block,
+            batch=source.batch, num_heads=source.num_heads, indptr=empty["row_pointers"], indices=empty["kv_blocks"],
+            kinds=empty["kinds"], tiles=empty["tiles"], bits=empty["bits"], lo=lo, hi=hi,
         )  # fmt: skip
         return cls(index=index, source=source, carried=carried)
 
