@@ -313,7 +313,7 @@ def has_dual_level() -> bool:
     return bool(is_inside and torch._C._is_fwd_grad_enabled())
 
 
-def _without_tracking(value: Any) -> Any:
+def _without_tracking(value: Array) -> Array:
     """Return the tensor within wrappers of `torch.func` for gradients, if it has none: integers or booleans."""
     if is_tensor(value) and not value.is_floating_point():
         functorch = sys.modules["torch"]._C._functorch

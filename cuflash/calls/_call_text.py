@@ -59,7 +59,7 @@ def masks_of_library(kind: type[Mask] = Mask) -> Iterator[type[Mask]]:
             yield from masks_of_library(each)
 
 
-def _is_ours(kind: type[Any]) -> bool:
+def _is_ours(kind: type) -> bool:
     """True if every process has the class: it belongs to the library."""
     return kind.__module__.partition(".")[0] == _ROOT
 

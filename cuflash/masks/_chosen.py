@@ -21,7 +21,7 @@ from .block_set import BlockGrid, BlockSet
 from .content import DeviceForm, held_arrays, held_masks
 from .coordinates import UNBOUNDED, Intervals, LeadingArray, as_int64, leading_reasons, widened
 from .fields import take_arrays
-from .sequences import Sequences
+from .sequences import ResolvedSequences, Sequences
 from .shape import MAX_SEQLEN, MaskShape, broadcasts_to
 
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -219,7 +219,8 @@ class ChosenBlocks(Mask):
         """
         assert self.sequences is not None
         shape = MaskShape(self._leading_axes, 1, self.blocks.shape[-2], seqlen_kv)
-        whole: Any = replace(self.sequences, causal=False, window=None).resolve(shape)
+        whole = replace(self.sequences, causal=False, window=None).resolve(shape)
+        assert isinstance(whole, ResolvedSequences)
         first, end = whole.bounds
         return first.array, end.array
 

@@ -36,7 +36,7 @@ class _Line(NamedTuple):
     """A line of the report: its name, the examples to draw and their number, and the check of one example."""
 
     name: str
-    drawn: st.SearchStrategy[Any]
+    drawn: st.SearchStrategy[Example] | st.SearchStrategy[Moving]
     most: int
     check: Callable[..., float | None]
 
@@ -50,7 +50,7 @@ class _Line(NamedTuple):
             report_multiple_bugs=False, suppress_health_check=tuple(HealthCheck), phases=_PHASES,
         )  # fmt: skip
         @hypothesis.given(self.drawn)
-        def test(example: Any) -> None:
+        def test(example: Example | Moving) -> None:
             nonlocal count
             count += 1
             self.check(example)
