@@ -49,10 +49,10 @@ def sets_of(mask: Any, shape: MaskShape) -> np.ndarray[Any, Any]:
     return results
 
 
-def keys_of(mask: Any, batch: tuple[int, ...], i: int) -> slice:
-    """Return the keys of a query's sequence, without keys for a query outside all sequences."""
+def keys_of(mask: Any, axes: tuple[int, ...], batch: Any, i: int) -> slice:
+    """Return the keys of a query's sequence, none for a query outside all sequences; `axes` are those of the batch."""
     q, kv = mask.sequences.arrays[0], mask.sequences.arrays[-1]
-    q, kv = (np.broadcast_to(x, (*mask._leading_axes, x.shape[-1]))[batch] for x in (q, kv))
+    q, kv = (np.broadcast_to(x, (*axes, x.shape[-1]))[tuple(batch)] for x in (q, kv))
     number = int(np.searchsorted(q, i, side="right")) - 1
     return slice(int(kv[number]), int(kv[number + 1])) if 0 <= number < len(q) - 1 else slice(0, 0)
 
@@ -64,8 +64,7 @@ def table_of(mask: Any, shape: MaskShape) -> np.ndarray[Any, Any]:
     for *batch, h, i in np.ndindex(sets.shape):
         row = table[(*batch, h, i)]
         if mask.sequences is not None:
-            leading = mask._leading_axes
-            row = row[keys_of(mask, tuple(batch[len(batch) - len(leading) :]), i)]
+            row = row[keys_of(mask, shape.batch, batch, i)]
         for number in sets[(*batch, h, i)]:
             row[number * mask.block : (number + 1) * mask.block] = True
     if mask.sequences is not None:
@@ -157,7 +156,7 @@ def check_distinct(library: Any, shape_and_lists: tuple[MaskShape, Any], queries
     shape, mask = shape_and_lists
     sets = sets_of(mask, MaskShape(mask._leading_axes, mask.num_lists, *shape[2:]))
     for place in np.ndindex(sets.shape if mask.sequences is not None else 0):
-        keys = keys_of(mask, place[:-2], place[-1])
+        keys = keys_of(mask, mask._leading_axes, place[:-2], place[-1])
         sets[place] = {(keys.start, number) for number in sets[place] if keys.start < keys.stop}
     rows = [sets[place] for place in np.ndindex(sets.shape[:-1])]
     unions = [set().union(*row[i : i + queries]) for row in rows for i in range(0, shape.seqlen_q, queries)]
