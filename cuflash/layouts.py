@@ -382,7 +382,8 @@ def is_differentiated(value: object) -> bool:
 def is_jax_array(value: object) -> bool:
     """True if a value is an array of JAX, or a tracer of one; this does not import JAX."""
     jax_array = getattr(sys.modules.get("jax"), "Array", None)
-    return jax_array is not None and isinstance(value, jax_array)
+    # The first test lets torch.compile trace this for tensors: it cannot trace the second one.
+    return jax_array is not None and not is_tensor(value) and isinstance(value, jax_array)
 
 
 def is_tracer(value: object) -> bool:
