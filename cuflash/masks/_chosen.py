@@ -346,10 +346,10 @@ class ChosenBlocks(Mask):
         >>> import numpy as np
         >>> ChosenBlocks(np.array([[0, 3]]), block=64).require_numbers(256)
         """
-        chosen, n = self.to(to_host), self.blocks.shape[-1]
-        blocks, counts, keys = chosen.blocks, chosen.counts, np.array(seqlen_kv)
-        if chosen.sequences is not None:
-            first, end = (side[..., None, :, None] for side in chosen._bounds_of_sequences(seqlen_kv))
+        blocks, n, keys = to_host(self.blocks), self.blocks.shape[-1], np.array(seqlen_kv)
+        counts = None if self.counts is None else to_host(self.counts)
+        if self.sequences is not None:
+            first, end = (to_host(side)[..., None, :, None] for side in self._bounds_of_sequences(seqlen_kv))
             blocks, keys = np.where(first < end, blocks, -1), np.maximum(end - first, 0)
         wrong = (blocks < -1) | (blocks >= -(-keys // self.block))
         if counts is not None:
@@ -360,7 +360,7 @@ class ChosenBlocks(Mask):
         if wrong.any():
             place = tuple(map(int, np.argwhere(wrong)[0]))
             length = int(np.broadcast_to(keys, wrong.shape)[place])
-            whose = f"seqlen_kv={length}" if chosen.sequences is None else f"a sequence of {length} keys"
+            whose = f"seqlen_kv={length}" if self.sequences is None else f"a sequence of {length} keys"
             raise UnsupportedProblem(
                 f"blocks must hold block numbers from -1, which means no block, to {-(-length // self.block) - 1} "
                 f"({whose} in blocks of {self.block}); got {int(blocks[place])} at {place}"
