@@ -191,7 +191,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         for name, array in score.arrays.items():
             if isinstance(array, torch.Tensor):
                 tensors[name] = array
-    values = [_constant(each) for each in (causal, window, scale, score, softcap, drops, bool(draws), *words)]
+    values = [_constant(each) for each in (causal, window, scale, score, softcap, drops, len(draws) > 0, *words)]
     name = _named(tuple(tensors), mask if parts is None else None, parts, *values)
     o, lse = _OPERATORS.forward(list(tensors.values()), draws, name)
     return o, lse
