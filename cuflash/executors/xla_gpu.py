@@ -129,8 +129,8 @@ def lists_of(work: WorkList) -> dict[tuple[bool, str], Array]:
 
 
 def flat(
-    plan: KernelPlan, name: str, inputs: Mapping[str, tuple[View, Source]], of_mask: Sequence[Source],
-    lists: Mapping[tuple[bool, str], Source], numbers: Sequence[int], num_arguments: int,
+    plan: KernelPlan, name: str, inputs: Mapping[str, tuple[View, Source]], axes: Mapping[str, Sequence[int]],
+    of_mask: Sequence[Source], lists: Mapping[tuple[bool, str], Source], numbers: Sequence[int], num_arguments: int,
 ) -> Flat:  # fmt: skip
     """Return the launches of a pass on the current device, with those that list the mask before them, as numbers.
 
@@ -143,6 +143,8 @@ def flat(
         The pass.
     inputs : dict of (View, Source) by name
         Dense buffers, with the names that executors use.
+    axes : dict of sequence of int by name
+        The axes of results in memory order, outermost first; that of the axes if missing.
     of_mask : sequence of Source
         The mask's arrays.
     lists : dict of Source
@@ -168,7 +170,7 @@ def flat(
     views = {each: view for each, (view, _) in inputs.items()}
     kernels = plan.pass_of(name, views)
     machine.prepare(kernels)
-    every = *views.values(), *(View.of_new(each, result) for each, result in results.items())
+    every = *views.values(), *(View.of_new(each, result, axes.get(each)) for each, result in results.items())
     last = attention_record(plan, kernels, every, machine.tensor_map, {})
     named = [of_input for _, of_input in inputs.values()] + [Source(num_arguments + n) for n in range(len(results))]
     parts.append((last, [*named, *(Source(None, number) for number in numbers)]))

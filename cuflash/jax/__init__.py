@@ -18,7 +18,7 @@ from ..dropout import Dropout
 from ._batching import batch_passes
 from ._context_parallel import context_parallel
 from ._derivatives import differentiate_passes
-from ._entry import called
+from ._entry import Memory, called
 
 __all__ = ["attention", "context_parallel"]
 
@@ -32,19 +32,22 @@ def __dir__() -> list[str]:
 
 @overload
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[False] = False, **options: Unpack[CallOptions]
+    q: jax.Array, k: jax.Array, v: jax.Array, *, memory: Memory = ..., return_lse: Literal[False] = False,
+    **options: Unpack[CallOptions],
 ) -> jax.Array: ...
 
 
 @overload
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[True], **options: Unpack[CallOptions]
+    q: jax.Array, k: jax.Array, v: jax.Array, *, memory: Memory = ..., return_lse: Literal[True],
+    **options: Unpack[CallOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
 @overload
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool, **options: Unpack[CallOptions]
+    q: jax.Array, k: jax.Array, v: jax.Array, *, memory: Memory = ..., return_lse: bool,
+    **options: Unpack[CallOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -69,6 +72,7 @@ def attention(
     deterministic: bool = False,
     q_start: int = 0,
     kv_start: int = 0,
+    memory: Memory = "heads_first",
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute exact attention of JAX arrays; JAX can differentiate o and lse.
@@ -99,6 +103,9 @@ def attention(
         "auto" selects "cpu" or "gpu" by the arrays' device. "sim" runs the GPU kernels on a simulator.
     precision, deterministic, q_start, kv_start : optional
         As in `cuflash.attention`.
+    memory : {"heads_first", "tokens_first"}
+        The memory order of q, k, v, o and their gradients within `jax.jit`. "tokens_first" avoids copies in a model
+        that stores `[batch, tokens, heads, head_dim]` and swaps axes for this call; results are the same.
     return_lse : bool
         If True, also return lse.
 
@@ -134,9 +141,15 @@ def attention(
     >>> dq, dbias = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, jax.numpy.zeros((4, 100, 100)))
     >>> dq.shape, dbias.shape
     ((2, 4, 100, 64), (4, 100, 100))
+    >>> @jax.jit
+    ... def layer(*stored):  # [batch, tokens, heads, head_dim]
+    ...     q, k, v = (array.swapaxes(1, 2) for array in stored)
+    ...     return cuflash.jax.attention(q, k, v, memory="tokens_first").swapaxes(1, 2)
+    >>> layer(*jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 64))).shape
+    (2, 100, 4, 64)
     """
     options = Options(
         mask, causal, window, scale, score, softcap, bias, sink, dropout, (), kernel, executor, precision,
         deterministic, q_start, kv_start,
     )  # fmt: skip
-    return called(q, k, v, options, return_lse)
+    return called(q, k, v, options, memory, return_lse)

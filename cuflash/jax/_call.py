@@ -98,6 +98,8 @@ class JaxCall:
         The parts of the call's key.
     has_key : bool
         As in `has_key`. If False, calls may share `own` instead.
+    tokens_first : bool
+        True if q, k, v, o and their gradients have tokens before heads in memory.
     own : dict
         Objects that depend on the call, of calls without a key.
     """
@@ -106,13 +108,14 @@ class JaxCall:
     dtypes: Mapping[str, Any]
     looked_up: Lookup
     has_key: bool
+    tokens_first: bool = False
     own: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: Options, arrays: Mapping[str, jax.Array]) -> JaxCall:
+    def of(cls, options: Options, arrays: Mapping[str, jax.Array], tokens_first: bool) -> JaxCall:
         """Return the call of options and arrays from `separated`."""
         looked_up = lookup(options, layout_of)
-        return cls(options, dtypes_of(arrays), looked_up, has_key(looked_up, arrays))
+        return cls(options, dtypes_of(arrays), looked_up, has_key(looked_up, arrays), tokens_first)
 
     @property
     def holds_contents(self) -> bool:

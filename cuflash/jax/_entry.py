@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
 
-from ..arrays import Array, flag_reasons, is_array
+from ..arrays import Array, describe, flag_reasons, is_array
 from ..errors import refuse
 from ..executors import checks
 from ..layouts import is_tracer
@@ -21,19 +21,22 @@ from ._call import JaxCall, dtypes_of, from_cache, has_key, layout_of, mask_over
 from ._checks import array_reasons, has_data, holds_data, require, traced_reasons
 from ._primitives import bind
 
+Memory = Literal["heads_first", "tokens_first"]
 # Runs a call on its options without arrays, its lookup and its arrays by name.
 _Entry: TypeAlias = "Callable[[Options, Lookup, dict[str, jax.Array]], jax.Array | tuple[jax.Array, jax.Array]]"
 
 
 def called(
-    q: Array, k: Array, v: Array, options: Options, return_lse: bool
+    q: Array, k: Array, v: Array, options: Options, memory: Memory, return_lse: bool
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute `attention` with its options as one value.
 
     Calls with equal keys share a jitted function, which JAX compiles for each layout of arrays. Gradients outside of
     `jax.jit` are those of this function: they are compiled once, too. Calls with equal contents of a mask share the
     plans and functions of their passes instead: XLA would compile a function for the contents of each mask.
+    Arrays with data have heads before tokens in memory, whatever `memory` says.
     """
+    refuse(_memory_reasons(memory))
     options = _with_arrays_of_jax(options)
     without, arrays = separated(_of_jax(q), _of_jax(k), _of_jax(v), options)
     looked_up, key, names = lookup(without, layout_of), None, tuple(arrays)
@@ -46,7 +49,8 @@ def called(
         refuse(array_reasons(arrays))
         if not have_data or not isinstance(options.executor, str):
             require(arrays, without._replace(mask=mask_over(without.mask, arrays)))
-        run = partial(_forward, without, names, return_lse)
+        tokens_first = memory == "tokens_first" and not have_data
+        run = partial(_forward, without, names, tokens_first, return_lse)
         if key is not None:
             call = JaxCall(without, dtypes_of(arrays), looked_up, False)
             if call.holds_contents:
@@ -61,17 +65,23 @@ def _with_contents(
     own: dict[Hashable, Any], return_lse: bool, options: Options, looked_up: Lookup, arrays: dict[str, jax.Array]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Run the forward pass of a call whose mask has contents; equal contents share `own`."""
-    o, lse = bind(JaxCall(options, dtypes_of(arrays), looked_up, False, own), "forward", arrays)
+    o, lse = bind(JaxCall(options, dtypes_of(arrays), looked_up, False, own=own), "forward", arrays)
     return (o, lse) if return_lse else o
 
 
 def _forward(
-    options: Options, names: tuple[str, ...], return_lse: bool, *arrays: jax.Array
+    options: Options, names: tuple[str, ...], tokens_first: bool, return_lse: bool, *arrays: jax.Array
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Run the forward pass of a call on arrays by name; `options` come from `separated`."""
     named = dict(zip(names, arrays))
-    o, lse = bind(JaxCall.of(options, named), "forward", named)
+    o, lse = bind(JaxCall.of(options, named, tokens_first), "forward", named)
     return (o, lse) if return_lse else o
+
+
+def _memory_reasons(memory: object) -> list[str]:
+    if isinstance(memory, str) and memory in get_args(Memory):
+        return []
+    return [f"memory must be 'heads_first' or 'tokens_first'; got {describe(memory)}"]
 
 
 def _of_jax(value: Array) -> Array:

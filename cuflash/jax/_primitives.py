@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
@@ -137,6 +138,8 @@ def _lowered_on_shard(platform: str) -> Lowering:
 def _executed(*arrays: jax.Array, **parameters: Any) -> list[jax.Array]:
     """Run a pass on arrays with data, by a function that the cache of calls holds."""
     one, in_memory = Pass(**parameters), tuple([array.shape for array in arrays])
+    if one.call.tokens_first:  # arrays with data have heads first
+        one = one._replace(call=replace(one.call, tokens_first=False))
     call, *key = one
     if call.holds_contents:
         devices = {device for array in arrays if isinstance(array, jax.Array) for device in array.devices()}

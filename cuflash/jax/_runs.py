@@ -26,6 +26,7 @@ from ..planning.options import DOT, MaskLike
 from ..plans.plan import Plan
 from ._call import MASK, JaxCall, mask_over
 from ._native import TARGET, NativePass, handler
+from ._own_axes import FROM_HEADS
 
 if TYPE_CHECKING:
     from jax.experimental.buffer_callback import ExecutionContext
@@ -71,6 +72,22 @@ class Pass(NamedTuple):
         lse = (*np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), *q[-3:-1])
         return [ShapeDtype((*lse, v[-1]), self.dtype("o")), ShapeDtype(lse, self.dtype("lse"))]
 
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """The names of the results; gradients have the names of their arrays."""
+        return ("q", "k", "v", *self.wrt) if self.name.startswith("backward") else ("o", "lse")
+
+    def are_swapped(self, shapes: Sequence[tuple[int, ...]]) -> list[bool]:
+        """Return which arrays have tokens before heads in memory; `shapes` are those in memory."""
+        return [self._is_swapped(name, len(shape)) for name, shape in zip(self.names, shapes)]
+
+    def are_results_swapped(self) -> list[bool]:
+        """Return which results have tokens before heads in memory."""
+        return [self._is_swapped(name, each.ndim) for name, each in zip(self.result_names, self.results)]
+
+    def _is_swapped(self, name: str, rank: int) -> bool:
+        return self.call.tokens_first and FROM_HEADS.get(name.removesuffix(DOT)) == 3 <= rank
+
     def dtype(self, name: str) -> np.dtype[np.generic]:
         """Return the dtype that an array has in plans."""
         name = name.removesuffix(DOT)
@@ -90,11 +107,29 @@ def run_by_xla(
 
     `keep` keeps an object as long as the compiled program. Without it, XLA calls Python.
     """
-    runner: OnHost | OnGpu = RUNNERS[platform](one, [array.shape for array in arrays])
+    shapes, are_swapped = [array.shape for array in arrays], one.are_results_swapped()
+    runner: OnHost | OnGpu = RUNNERS[platform](one, shapes)
     native = runner.native() if keep is not None else None
     if native is not None and keep is not None:
         keep(native)
-    return _called_by_xla(runner, native, one.results)(*arrays, *runner.lists)
+    own = [
+        ShapeDtype(_swapped(each.shape), each.dtype) if is_swapped else each
+        for each, is_swapped in zip(one.results, are_swapped)
+    ]
+    # XLA copies nothing for a swap that undoes one of the model.
+    results = _called_by_xla(runner, native, own)(*_in_order(arrays, one.are_swapped(shapes)), *runner.lists)
+    return _in_order(results, are_swapped)
+
+
+def _in_order(arrays: Sequence[Any], are_swapped: Sequence[bool]) -> list[Any]:
+    """Swap heads and tokens of some arrays."""
+    return [array.swapaxes(-3, -2) if is_swapped else array for array, is_swapped in zip(arrays, are_swapped)]
+
+
+def _swapped(axes: Sequence[int]) -> tuple[int, ...]:
+    """Return the items of the axes of an array after heads and tokens are swapped."""
+    *leading, heads, tokens, last = axes
+    return (*leading, tokens, heads, last)
 
 
 def executable(
@@ -191,6 +226,7 @@ class OnHost:
         _require_executor(options.executor, "cpu", "sim")
         executor = "cpu" if options.executor == "auto" else options.executor
         self._names, self._shapes, self._name = one.names, one.shapes, one.name
+        self._are_swapped, self._are_results_swapped = one.are_swapped(shapes), one.are_results_swapped()
         self._plan_of: Callable[[Mapping[str, Array]], Plan]
         if one.call.has_slots:  # the mask may differ at each call; everything else is checked now
             planned = partial(one.call.planned, executor, one.of, one.wrt)
@@ -219,14 +255,15 @@ class OnHost:
 
     def _run(self, results: Sequence[Array], buffers: Sequence[Array]) -> None:
         arrays = dict[str, Array]()
-        for name, shape, buffer in zip(self._names, self._shapes, buffers):
-            array = np.asarray(buffer)
+        in_order = _in_order([np.asarray(buffer) for buffer in buffers], self._are_swapped)
+        for name, shape, array in zip(self._names, self._shapes, in_order):
             if name == SEED:
                 arrays[name] = array.reshape(-1).view(np.uint64).reshape(())
             else:
                 arrays[name] = array if array.shape == shape else np.broadcast_to(array, shape)
         read = {name: arrays[name] for name in self._read}
-        for buffer, result in zip(results, self._plan_of(arrays)._run(self._name, read, {})):
+        computed = self._plan_of(arrays)._run(self._name, read, {})
+        for buffer, result in zip(results, _in_order(computed, self._are_results_swapped)):
             np.asarray(buffer)[...] = result
 
 
@@ -249,11 +286,15 @@ class OnGpu:
         plan, work = ready._plan, ready._plan.work
         self._ready, self._name, self._lists_of = ready, one.name, None
         self._views = {
-            name: _view(one.dtype(name), shape, in_memory)
-            for name, shape, in_memory in zip(one.names, one.shapes, shapes)
+            name: _view(one.dtype(name), shape, in_memory, is_swapped)
+            for name, shape, in_memory, is_swapped in zip(one.names, one.shapes, shapes, one.are_swapped(shapes))
         }
         self._read = _names_of_arrays(one, ready)
-        self._results = [_view(each.dtype, each.shape, each.shape) for each in one.results]
+        self._are_results_swapped = one.are_results_swapped()
+        self._results = [
+            _view(each.dtype, each.shape, each.shape, is_swapped)
+            for each, is_swapped in zip(one.results, self._are_results_swapped)
+        ]
         self._held, self._slots = one.call.held if isinstance(work, WorkAtCall) else (), list[str]()
         if one.call.has_slots and contents is not None:
             self._slots = [f"{MASK}{slot.number}" for slot in contents.arrays]
@@ -283,7 +324,13 @@ class OnGpu:
             num_arguments += len(self._held)
         else:
             of_mask += [xla_gpu.Source(None, array.data.ptr) for array in self._held]
-        return partial(xla_gpu.flat, plan, self._name, inputs, of_mask, lists, self._ready._numbers, num_arguments)
+        axes = {
+            name: _swapped(range(each.ndim))
+            for (name, each), is_swapped in zip(plan.kernel_results(self._name).items(), self._are_results_swapped)
+            if is_swapped
+        }
+        numbers = self._ready._numbers
+        return partial(xla_gpu.flat, plan, self._name, inputs, axes, of_mask, lists, numbers, num_arguments)
 
     def _flat(self, device: int) -> xla_gpu.Flat:
         """Return the launches on a device."""
@@ -339,11 +386,14 @@ def _gpu_plan(one: Pass) -> Plan:
     return ready
 
 
-def _view(dtype: np.dtype[np.generic], shape: tuple[int, ...], in_memory: tuple[int, ...]) -> View:
-    """Return the layout of a dense array that is broadcast to a shape."""
+def _view(
+    dtype: np.dtype[np.generic], shape: tuple[int, ...], in_memory: tuple[int, ...], is_swapped: bool
+) -> View:
+    """Return the layout of a dense array that is broadcast to a shape; heads and tokens may be swapped in memory."""
     if dtype == np.uint64 and in_memory == (2,):  # a seed in two words
         return View("", dtype, (), ())
-    steps = zip(in_memory, dense_strides(in_memory))
+    order = range(len(in_memory))
+    steps = zip(in_memory, dense_strides(in_memory, _swapped(order) if is_swapped else order))
     strides = [step * dtype.itemsize if extent != 1 else 0 for extent, step in steps]
     return View("", dtype, shape, (*[0] * (len(shape) - len(strides)), *strides))
 

@@ -190,9 +190,8 @@ def rule_of(one: Pass, shapes: Sequence[tuple[int, ...]]) -> SdyShardingRule:
 
 
 def _results(one: Pass) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of the results; gradients have the names of their arrays."""
-    names = ("q", "k", "v", *one.wrt) if one.name.startswith("backward") else ("o", "lse")
-    return [(name, each.shape) for name, each in zip(names, one.results, strict=True)]
+    """Return the names and shapes of the results."""
+    return [(name, each.shape) for name, each in zip(one.result_names, one.results, strict=True)]
 
 
 def parts(

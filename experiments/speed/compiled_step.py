@@ -113,7 +113,7 @@ def steps_of_jax(config: Config, tokens: int) -> dict[str, Step]:
     own = "cudnn" if jax.devices()[0].platform == "gpu" else "xla"
     attentions = {
         own: lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=own),
-        "cuflash": heads_first(partial(cuflash.jax.attention, causal=True)),
+        "cuflash": heads_first(partial(cuflash.jax.attention, causal=True, memory="tokens_first")),
     }
     weights = {name: jax.numpy.asarray(array, config.dtype) for name, array in weights_of(config).items()}
     ids = jax.numpy.asarray(ids_of(config, tokens))

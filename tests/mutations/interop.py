@@ -319,6 +319,29 @@ FAULTS = {
         ),
         "Python sets nothing to zero": Edit("executors/xla_gpu.py", "Flat.launch", "in self.zeros:", "in ():"),
     },
+    interop_guards.memory_orders_of_jax_are_right: {
+        "arrays are copied into another order": Edit(
+            "jax/_entry.py", "called", "memory == \"tokens_first\" and not have_data", "False"
+        ),
+        "arrays with data have tokens first": Edit(
+            "jax/_primitives.py", "_executed", "if one.call.tokens_first:", "if False:"
+        ),
+        "the host reads arrays in the order of their axes": Edit(
+            "jax/_runs.py", "OnHost._run", "buffers], self._are_swapped)", "buffers], [False] * 9)"
+        ),
+        "the host writes results in the order of their axes": Edit(
+            "jax/_runs.py", "OnHost._run", "_in_order(computed, self._are_results_swapped)", "computed"
+        ),
+        "kernels read arrays in the order of their axes": Edit(
+            "jax/_runs.py", "_view", "_swapped(order) if is_swapped else order", "order"
+        ),
+        "kernels write results in the order of their axes": Edit(
+            "executors/xla_gpu.py", "flat", "axes.get(each)", "None"
+        ),
+        "gradients have the order of the axes": Edit(
+            "jax/_runs.py", "Pass._is_swapped", "name.removesuffix(DOT)", "name"
+        ),
+    },
     interop_guards.launches_of_xla_are_right: {
         "every kernel has one block": Edit("jax/handler.cpp", "launched", "kernel.grid, 1, 1", "1, 1, 1"),
         "addresses are not raised by offsets": Edit(

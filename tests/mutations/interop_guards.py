@@ -508,6 +508,19 @@ def passes_of_jax_on_a_device_are_right(library: ModuleType) -> None:
             check_atomic_sums(library)
 
 
+def memory_orders_of_jax_are_right(library: ModuleType) -> None:
+    """Compare results of models that store tokens before heads, on the host and on a simulated GPU."""
+    jax = pytest.importorskip("jax")
+    from test_jax import on_a_machine
+    from test_jax_gpu import check_memory_orders
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        check_memory_orders(library, np.float32)
+        with a_machine_for(library) as machine, pytest.MonkeyPatch.context() as patch:
+            on_a_machine(patch, machine, library)
+            check_memory_orders(library, np.float32)
+
+
 def launches_of_xla_are_right(library: ModuleType) -> None:
     """Compare passes that XLA launches without Python with those on CuPy arrays, on a simulated GPU."""
     jax = pytest.importorskip("jax")

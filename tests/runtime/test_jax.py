@@ -95,6 +95,25 @@ def test_gradients_of_broadcast_axes_are_summed():
     assert all((np.asarray(ours) == theirs).all() for ours, theirs in zip((dq, dk, dv), vjp(np.ones_like(Q))))
 
 
+# Arrays that broadcast over the batch, without a batch, and without heads; jax.vmap adds an axis to two of three.
+@pytest.mark.parametrize("arrays", [(Q, K[:1], V[0]), (Q[0], K[0], V[0]), (Q[0, 0], K[0, 0], V[0, 0])])
+@pytest.mark.parametrize("way", ["jit", "vmap"])
+def test_orders_in_memory_have_the_same_bits(arrays, way):
+    def call(memory, *arrays):
+        o, pull = jax.vjp(partial(attention, mask=masks.Causal(), memory=memory), *arrays)
+        return o, pull(jnp.ones_like(o))
+
+    def results(memory):
+        function, inputs = partial(call, memory), [jnp.asarray(array) for array in arrays]
+        if way == "vmap":
+            function, inputs = jax.vmap(function, (0, None, 0)), [jnp.stack([x, 2 * x]) for x in inputs]
+            inputs[1] = inputs[1][0]
+        return jax.tree.leaves(jax.jit(function)(*inputs))
+
+    for first, second in zip(results("heads_first"), results("tokens_first"), strict=True):
+        assert first.shape == second.shape and (first == second).all()
+
+
 def test_places_are_those_of_the_whole():
     q, k, v = jax_inputs()
     options = {"causal": True, "dropout": cuflash.Dropout(0.5, 3), "q_start": 8}
@@ -274,6 +293,8 @@ def test_masks_on_a_device_are_listed_by_kernels(tmp_path, monkeypatch):
         ({"executor": "gpu"}, "executor='gpu' takes arrays on 'gpu'; got q on 'cpu': move them"),
         ({"executor": []}, "executor must be 'auto', 'cpu', 'gpu', 'sim'; got []"),
         ({"return_lse": 1}, "return_lse must be True or False; got 1"),
+        ({"memory": "heads"}, "memory must be 'heads_first' or 'tokens_first'; got 'heads'"),
+        ({"memory": None}, "memory must be 'heads_first' or 'tokens_first'; got None"),
         ({"mask": 3}, "mask must be"),
         ({"dropout": 0.1}, "dropout must be a Dropout; got 0.1: write dropout=cuflash.Dropout(0.1, seed=0)"),
         ({"score": lambda s, b, h, i, j: jnp.tanh(s)}, "<lambda>, line "),

@@ -177,6 +177,39 @@ def test_tangents_and_second_derivatives_have_the_bits_of_cupy(place):
         np.testing.assert_array_equal(np.asarray(actual), wanted.get())
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=["float16", "float32"])
+def test_models_that_store_tokens_before_heads_are_not_copied(place, dtype):
+    check_memory_orders(cuflash, dtype)
+
+
+def check_memory_orders(library, dtype):
+    """Compare results and derivatives in both memory orders, and look for copies in XLA's program."""
+    mask = library.masks.BlockPattern(np.tri(5, dtype=bool), 8)
+    call = partial(part(library, "jax").attention, mask=mask, deterministic=True, return_lse=True)
+    q, k, v, do = (jnp.asarray(array.swapaxes(1, 2).astype(dtype)) for array in (Q, K, V, DO))
+
+    def model(memory, *stored):
+        o, lse = call(*(array.swapaxes(1, 2) for array in stored), memory=memory)
+        return o.swapaxes(1, 2), lse
+
+    def gradients(memory, *stored):
+        (o, lse), pull = jax.vjp(partial(model, memory), *stored)
+        return o, lse, pull((do, jnp.ones_like(lse)))
+
+    def derivatives(memory, *stored):
+        return jax.jvp(partial(gradients, memory), stored, stored)
+
+    expected = jax.jit(partial(derivatives, "heads_first"))(q, k, v)
+    compiled = jax.jit(partial(derivatives, "tokens_first")).lower(q, k, v).compile()
+    for actual, wanted in zip(jax.tree.leaves(compiled(q, k, v)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
+    program = compiled.as_text()
+    assert not [line for line in program.splitlines() if " transpose(" in line or " copy(" in line]
+    mapped = jax.vmap(partial(gradients, "tokens_first"))(q[None], k[None], v[None])
+    for actual, wanted in zip(jax.tree.leaves(mapped), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual[0]), np.asarray(wanted))
+
+
 def test_mapped_steps_and_empty_calls_are_right(place):
     q, k, v = map(jnp.asarray, (Q, K, V))
     lengths = jnp.array([[40, 13], [3, 9]])
