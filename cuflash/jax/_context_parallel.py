@@ -15,7 +15,7 @@ from ..keywords import explains_keywords, require_keywords
 from ..masks.places import Places
 from ..masks.shape import MaskShape
 from ..planning.options import CallOptions, Options
-from ._entry import called
+from ._entry import Memory, called
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -28,6 +28,7 @@ def context_parallel(
     *,
     axis_name: str,
     layout: str = "contiguous",
+    memory: Memory = "heads_first",
     return_lse: bool = False,
     **options: Unpack[CallOptions],
 ) -> Any:
@@ -45,6 +46,8 @@ def context_parallel(
     layout : {"contiguous", "zigzag"}
         The rows of device r of P: chunk r of P; or the chunks r and 2 P - 1 - r of 2 P, one after the other, so that
         devices have equal work under a causal mask. The caller orders q, k and v so, and o has the same order.
+    memory : {"heads_first", "tokens_first"}
+        As in `attention`.
     return_lse : bool
         If True, also return lse.
     **options : optional
@@ -98,7 +101,8 @@ def context_parallel(
     for rank in range(size):
         runs = runs_of(rank, size, lengths[0], layout)
         places = Places(runs[0][0], q_runs=runs if len(runs) > 1 else (), of_all=of_all)
-        calls.append(partial(called, options=Options(**options, places=places), return_lse=return_lse))
+        with_places = Options(**options, places=places)
+        calls.append(partial(called, options=with_places, memory=memory, return_lse=return_lse))
     return jax.lax.switch(jax.lax.axis_index(axis_name), calls, q, k, v)
 
 
