@@ -376,7 +376,7 @@ FAULTS = {
     },
     interop_guards.contents_of_jax_on_the_host_are_right: {
         "gradients are those of an edited mask": Edit(
-            "jax/_entry.py", "_with_contents", "looked_up, False, own)", "looked_up, True, own)"
+            "jax/_entry.py", "_with_contents", "looked_up, False, own=own)", "looked_up, True, own=own)"
         ),
         "a function that is not compiled calls itself": Edit(
             "jax/_primitives.py", "_executed", "with jax.disable_jit(False):", "if True:"
