@@ -67,8 +67,7 @@ struct QuantizedSoftmax {
     return has_maximum ? kHasMaximum : kHasRisen;
   }
 
-  // Replace scores by weights, and sum them. A score of -inf is a masked one, whose weight is 0 whatever its scale is: a
-  // scale may be NaN, or a product that rounds to 0.
+  // Replace scores by weights, and sum them.
   template <class Tile>
   CUFLASH_DEVICE void exp_scores(Tile& s, const float (&scale_log2)[kRows], float shift, float unshift) {
 #pragma unroll
@@ -168,8 +167,7 @@ struct QuantizedSoftmax {
   static CUFLASH_DEVICE void exp_row(Tile& s, int i, float scale_log2, float shift, float& sum) {
 #pragma unroll
     for (int j = 0; j < Tile::kColumns; ++j) {
-      const bool is_masked = s.at(i, j) == ptx::negative_infinity<float>();
-      s.at(i, j) = is_masked ? 0.0f : ptx::exp2_approx(ptx::fma(s.at(i, j), scale_log2, shift));
+      s.at(i, j) = ptx::exp2_approx(ptx::fma(s.at(i, j), scale_log2, shift));
       sum += s.at(i, j);
     }
   }

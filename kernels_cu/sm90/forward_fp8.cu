@@ -108,18 +108,12 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     }
   }
 
-  // Convert an element of Q or K to float. Its bits, shifted, are those of a float that is smaller by a factor of
-  // 2^120, except for NaN.
-  static CUFLASH_DEVICE float e4m3_to_float(const uint8_t* e4m3) {
-    const uint32_t bits = *e4m3, magnitude = bits & 0x7f;
-    return __uint_as_float(magnitude == 0x7f ? 0x7fc00000u : magnitude << 20 | (bits & 0x80) << 24) * 0x1p120f;
-  }
   // Return the address of an element in a swizzled tile.
   template <class Tile>
-  static CUFLASH_DEVICE const uint8_t* element_address(Tile tile, int row, int column) {
+  static CUFLASH_DEVICE const ptx::Float8E4M3* element_address(Tile tile, int row, int column) {
     const auto panel = tile.panel(column / Tile::kPanelWidth);
     const int at = column % Tile::kPanelWidth;
-    return panel.template pointer<uint8_t>(panel.offset(row, at / 16)) + at % 16;
+    return panel.template pointer<ptx::Float8E4M3>(panel.offset(row, at / 16)) + at % 16;
   }
   // Multiply the scores of a step again, from the numbers in shared memory, for one warp whose scores have been
   // overwritten.
@@ -133,12 +127,12 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
       float query[Scores::kRows];
 #pragma unroll
       for (int i = 0; i < Scores::kRows; ++i)
-        query[i] = e4m3_to_float(element_address(q, s.first_row() + s.row(i), at));
-      const uint8_t* const keys[2] = {element_address(k, s.first_column(), at),
-                                      element_address(k, s.first_column() + 1, at)};
+        query[i] = ptx::to_float(*element_address(q, s.first_row() + s.row(i), at));
+      const ptx::Float8E4M3* const keys[2] = {element_address(k, s.first_column(), at),
+                                              element_address(k, s.first_column() + 1, at)};
 #pragma unroll
       for (int j = 0; j < Scores::kColumns; ++j) {  // the swizzle repeats after eight rows
-        const float key = e4m3_to_float(keys[j % 2] + j / 2 * 8 * SmemK::kRowBytes);
+        const float key = ptx::to_float(keys[j % 2][j / 2 * 8 * SmemK::kRowBytes]);
 #pragma unroll
         for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(query[i], key, s.at(i, j));
       }
@@ -164,6 +158,16 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
       for (int i = 0; i < Scores::kRows; ++i) {
         scale[i] = thread_state().row_scales[i] * step.key;
         row_shift[i] = softmax.row_shift(i, step.shift);
+      }
+    }
+
+    // Multiply scores by their scales. A scale may be NaN, or a product that rounds to 0: scores that are masked later
+    // are -inf nevertheless.
+    CUFLASH_DEVICE void apply_scale(Scores& s) {
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) {
+        s.scale_row(i, scale[i]);
+        scale[i] = 1;
       }
     }
   };
@@ -278,7 +282,10 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
           bool max_has_risen = is_plain && softmax.lower_weights(s, step.unshift, sum, factor);
           if (!max_has_risen) {
             if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
-            if (!(flags & StepMessage::kUnmasked)) negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen);
+            if (!(flags & StepMessage::kUnmasked)) {
+              factors.apply_scale(s);
+              negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen);
+            }
             const Softmax::Rise rise = softmax.update_max(s, factors.scale, factor);
             max_has_risen = rise != Softmax::kHasNotRisen;
             if (max_has_risen && __all_sync(0xffffffffu, rise == Softmax::kHasMaximum)) flags |= StepMessage::kSkipMax;

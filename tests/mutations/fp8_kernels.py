@@ -170,17 +170,17 @@ FAULTS = {
     },
     nan_reaches_attended_keys_alone: {
         "masked scores are multiplied by a scale of NaN": Edit(
-            SOFTMAX, "exp_row", "is_masked ? 0.0f : ptx::exp2_approx", "ptx::exp2_approx"
+            FORWARD, "consume_tiles", "factors.apply_scale(s);", ""
         ),
     },
     masked_keys_have_no_weight_beside_tiny_scales: {
-        "masked scores are multiplied by a scale of 0": Edit(
-            SOFTMAX, "exp_row", "is_masked ? 0.0f :", "is_masked && scale_log2 != 0 ? 0.0f :"
-        ),
+        "masked scores are multiplied by a scale of 0": Edit(FORWARD, "apply_scale", "scale[i] = 1;", ""),
     },
     nan_of_numbers_stays: {
         "NaN is 480 in scores that are computed again": Edit(
-            FORWARD, "e4m3_to_float", "magnitude == 0x7f ? 0x7fc00000u : magnitude", "magnitude"
+            FORWARD, "recompute_scores", "ptx::to_float(keys[j % 2][j / 2 * 8 * SmemK::kRowBytes])",
+            "__uint_as_float((keys[j % 2][j / 2 * 8 * SmemK::kRowBytes].bits & 0x7f) << 20 | "
+            "(keys[j % 2][j / 2 * 8 * SmemK::kRowBytes].bits & 0x80) << 24) * 0x1p120f",
         ),
     },
     fp8_is_scheduled_right: {
