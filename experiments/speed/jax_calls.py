@@ -15,8 +15,8 @@ time, launches included. `plus_one` is `jax.jit` of q + 1, timed next to forward
 so that times are the device's. `of_best` is the best time of cudnn and xla divided by ours, `over_empty_us` ours minus
 that of empty calls, `of_cupy` ours divided by that of CuPy.
 
-Found:  on an H200 under jit, 512 tokens take 72 us forward and 105 with gradients (cuDNN 87 and 223), and 4096 tokens
-183 and 554 us (cuDNN 209 and 675). An eager call takes 84 us, and 1229 us with gradients, in batches of 4 calls.
+Found:  on an H200 under jit, 512 tokens take 76 us forward and 82 with gradients (cuDNN 107 and 140), and 4096 tokens
+191 and 584 us (cuDNN 217 and 706). An eager call takes 84 us, and 1789 us with gradients, in batches of 4 calls.
 
 Cost: Half a minute of a GPU, most of it for compilers; seconds on the host with --tokens 64 --long-tokens 128.
 """
