@@ -7,6 +7,7 @@ process knows. Eager calls do not use these operators.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -28,6 +29,7 @@ from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import Function, _SingleLevelFunction
 
+from ..blocks.index import BlockIndex
 from ..calls._call_text import masks_of_library
 from ..dropout import Dropout
 from ..errors import UnsupportedProblem, refuse
@@ -191,8 +193,11 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         for name, array in score.arrays.items():
             if isinstance(array, torch.Tensor):
                 tensors[name] = array
+    of_mask = id(mask) if parts is None and isinstance(mask, (Mask, BlockIndex)) else 0
+    of_score = id(score) if isinstance(score, Score) else 0
+    mask, score = None if parts or of_mask else mask, None if of_score else score
     values = [_constant(each) for each in (causal, window, scale, score, softcap, drops, len(draws) > 0, *words)]
-    name = _named(tuple(tensors), mask if parts is None else None, parts, *values)
+    name = _named(tuple(tensors), of_mask, of_score, mask, parts, *values)
     o, lse = _OPERATORS.forward(list(tensors.values()), draws, name)
     return o, lse
 
@@ -227,10 +232,14 @@ def _constant(value: Any) -> Any:
 
 
 def _named(
-    names: tuple[str, ...], mask: Any, parts: Any, causal: Any, window: Any, scale: Any, score: Any, softcap: Any,
-    dropout: Any, has_draws: bool, *words: Any,
+    names: tuple[str, ...], of_mask: int, of_score: int, mask: Any, parts: Any, causal: Any, window: Any, scale: Any,
+    score: Any, softcap: Any, dropout: Any, has_draws: bool, *words: Any,
 ) -> str:  # fmt: skip
-    """Return the name of a call while its function is compiled; its arguments become constants of the graph."""
+    """Return the name of a call while its function is compiled; its arguments become constants of the graph.
+
+    Masks and scores are passed by `id`, 0 for none: until version 2.13, PyTorch took no such objects as constants.
+    """
+    mask, score = _object_at(of_mask, mask), _object_at(of_score, score)
     mask = _whole(parts) if parts else mask
     if isinstance(mask, Mask) and not all(hasattr(mask, each.name) for each in fields(mask)):
         fix = "create it before, or pass a boolean tensor"
@@ -238,6 +247,11 @@ def _named(
     dropout = Dropout(dropout, seed=0) if has_draws else dropout
     options = Options(mask, causal, window, scale, score, softcap, None, None, dropout, (), *words)
     return name_of(Transformed(names, options), is_traced=True)
+
+
+def _object_at(address: int, other: Any) -> Any:
+    """Return the object with an `id`, which the compiled function has; the other value if it is 0."""
+    return ctypes.cast(address, ctypes.py_object).value if address else other
 
 
 _named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result, without its import

@@ -114,6 +114,8 @@ FAULTS = {
         "an array of a score may be the mask": Edit(
             "torch/_transformed.py", None, 'MASK = "mask="', 'MASK = "mask"'
         ),
+        "a graph has no mask": Edit("torch/_operators.py", "_named", "_object_at(of_mask, mask)", "mask"),
+        "a graph has no score": Edit("torch/_operators.py", "_named", "_object_at(of_score, score)", "score"),
         "masks have their fields in reverse": Edit(
             "torch/_operators.py", "_whole", "zip(_FIELDS[kind], values)", "zip(reversed(_FIELDS[kind]), values)"
         ),

@@ -402,6 +402,8 @@ def equal_masks_share_a_graph(library: ModuleType) -> None:
         mask = masks.Causal("top_left") & ~masks.SlidingWindow(left, 0, align="top_left")
         assert (compiled(mask).numpy() == library.attention(Q, K, V, mask=mask)).all()
         assert counter.frame_count == 1 or left != 1
+    mask = masks.Dense(np.tri(Q.shape[-2], K.shape[-2], dtype=bool))
+    assert (compiled(mask).numpy() == library.attention(Q, K, V, mask=mask)).all()
 
 
 def graphs_keep_positions(library: ModuleType) -> None:

@@ -222,7 +222,7 @@ def test_autocast_casts_what_it_casts_for_pytorch(dtype):
 
 
 def test_operators_keep_the_rules_of_operators():
-    options = None, None, False, None, None, None, None, None, False, *WORDS
+    options = 0, 0, None, None, False, None, None, None, None, None, False, *WORDS
     name = cuflash.torch._operators._named(("q", "k", "v"), *options)
     tensors = [each.clone().requires_grad_() for each in (Q, K, V)]
     torch.library.opcheck(torch.ops.cuflash.forward.default, (tensors, (), name))

@@ -284,8 +284,6 @@ def test_tensors_on_another_device_have_the_same_bits():
 def test_compiled_steps_in_graphs_of_cuda_have_the_bits_of_eager_ones(kind):
     """`mode="reduce-overhead"` captures both passes; replays read new data, and allocate nothing."""
     pytest.importorskip("triton", reason="Inductor needs Triton")
-    if kind in MASKS and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        pytest.skip("Dynamo before PyTorch 2.13 takes no mask object, which is a frozen dataclass")
     torch._dynamo.reset()
 
     options = {"causal": {"causal": "bottom_right"}, "dropout": {"dropout": cuflash.Dropout(0.3, seed=4)}}
