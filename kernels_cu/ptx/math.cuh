@@ -119,15 +119,6 @@ CUFLASH_DEVICE float to_float(Half x) {
 // A bfloat16 is the upper half of a float, so a shift converts it; a conversion instruction exists only from sm_90 on.
 CUFLASH_DEVICE float to_float(BFloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 
-// Requires sm_89 or higher.
-CUFLASH_DEVICE float to_float(Float8E4M3 x) {
-  float y;
-  asm("{\n.reg .b16 lo, hi;\n.reg .b32 both;\ncvt.rn.f16x2.e4m3x2 both, %1;\nmov.b32 {lo, hi}, both;\n"
-      "cvt.f32.f16 %0, lo;\n}"
-      : "=f"(y) : "h"(static_cast<uint16_t>(x.bits)));
-  return y;
-}
-
 // Round a float to nearest, ties to even. Values that are too large become infinity.
 template <class T>
 CUFLASH_DEVICE T from_float(float x);

@@ -108,12 +108,19 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
     }
   }
 
+  // Convert an element of Q or K to float. Its bits, shifted, are those of a float that is smaller by a factor of
+  // 2^120, except for NaN.
+  static CUFLASH_DEVICE float e4m3_to_float(const uint8_t* e4m3) {
+    const uint32_t bits = *e4m3;
+    const float x = __uint_as_float((bits & 0x7f) << 20 | (bits & 0x80) << 24) * 0x1p120f;
+    return fabsf(x) > 448 ? __uint_as_float(0x7fc00000u) : x;
+  }
   // Return the address of an element in a swizzled tile.
   template <class Tile>
-  static CUFLASH_DEVICE const ptx::Float8E4M3* element_address(Tile tile, int row, int column) {
+  static CUFLASH_DEVICE const uint8_t* element_address(Tile tile, int row, int column) {
     const auto panel = tile.panel(column / Tile::kPanelWidth);
     const int at = column % Tile::kPanelWidth;
-    return panel.template pointer<ptx::Float8E4M3>(panel.offset(row, at / 16)) + at % 16;
+    return panel.template pointer<uint8_t>(panel.offset(row, at / 16)) + at % 16;
   }
   // Multiply the scores of a step again, from the numbers in shared memory, for one warp whose scores have been
   // overwritten.
@@ -127,12 +134,12 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
       float query[Scores::kRows];
 #pragma unroll
       for (int i = 0; i < Scores::kRows; ++i)
-        query[i] = ptx::to_float(*element_address(q, s.first_row() + s.row(i), at));
-      const ptx::Float8E4M3* const keys[2] = {element_address(k, s.first_column(), at),
-                                              element_address(k, s.first_column() + 1, at)};
+        query[i] = e4m3_to_float(element_address(q, s.first_row() + s.row(i), at));
+      const uint8_t* const keys[2] = {element_address(k, s.first_column(), at),
+                                      element_address(k, s.first_column() + 1, at)};
 #pragma unroll
       for (int j = 0; j < Scores::kColumns; ++j) {  // the swizzle repeats after eight rows
-        const float key = ptx::to_float(keys[j % 2][j / 2 * 8 * SmemK::kRowBytes]);
+        const float key = e4m3_to_float(keys[j % 2] + j / 2 * 8 * SmemK::kRowBytes);
 #pragma unroll
         for (int i = 0; i < Scores::kRows; ++i) s.at(i, j) = ptx::fma(query[i], key, s.at(i, j));
       }
@@ -161,8 +168,17 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
       }
     }
 
-    // Multiply scores by their scales. A scale may be NaN, or a product that rounds to 0: scores that are masked later
-    // are -inf nevertheless.
+    // Return whether all scales of the warp are positive. A scale may be NaN, or a product that rounds to 0.
+    CUFLASH_DEVICE bool are_positive() const {
+      bool is_positive = true;
+#pragma unroll
+      for (int i = 0; i < Scores::kRows; ++i) is_positive &= scale[i] > 0;
+      return __all_sync(0xffffffffu, is_positive);
+    }
+
+    // Multiply scores by their scales, so that scores that are masked later are -inf whatever their scales are. If each
+    // score were compared with -inf before its exponential instead, steps with 64 columns would take 20 % longer, since
+    // ptxas would copy scores between registers (experiments/results/decisions_fp8.csv).
     CUFLASH_DEVICE void apply_scale(Scores& s) {
 #pragma unroll
       for (int i = 0; i < Scores::kRows; ++i) {
@@ -283,7 +299,7 @@ struct ForwardFp8 : ForwardFp8Epilogue<Config> {
           if (!max_has_risen) {
             if (is_plain) recompute_scores(s, num_tiles_done, num_k_blocks);
             if (!(flags & StepMessage::kUnmasked)) {
-              factors.apply_scale(s);
+              if (!factors.are_positive()) factors.apply_scale(s);
               negate_and_mask(params, s, num_tiles_done, num_k_blocks, chosen);
             }
             const Softmax::Rise rise = softmax.update_max(s, factors.scale, factor);

@@ -170,17 +170,16 @@ FAULTS = {
     },
     nan_reaches_attended_keys_alone: {
         "masked scores are multiplied by a scale of NaN": Edit(
-            FORWARD, "consume_tiles", "factors.apply_scale(s);", ""
+            FORWARD, "are_positive", "return __all_sync(0xffffffffu, is_positive);", "return scale[0] != 0;"
         ),
     },
     masked_keys_have_no_weight_beside_tiny_scales: {
         "masked scores are multiplied by a scale of 0": Edit(FORWARD, "apply_scale", "scale[i] = 1;", ""),
+        "a scale of 0 is taken for positive": Edit(FORWARD, "are_positive", "scale[i] > 0", "scale[i] >= 0"),
     },
     nan_of_numbers_stays: {
         "NaN is 480 in scores that are computed again": Edit(
-            FORWARD, "recompute_scores", "ptx::to_float(keys[j % 2][j / 2 * 8 * SmemK::kRowBytes])",
-            "__uint_as_float((keys[j % 2][j / 2 * 8 * SmemK::kRowBytes].bits & 0x7f) << 20 | "
-            "(keys[j % 2][j / 2 * 8 * SmemK::kRowBytes].bits & 0x80) << 24) * 0x1p120f",
+            FORWARD, "e4m3_to_float", "fabsf(x) > 448 ? __uint_as_float(0x7fc00000u) : x", "x"
         ),
     },
     fp8_is_scheduled_right: {

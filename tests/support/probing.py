@@ -917,16 +917,6 @@ def e4m3_packs() -> Launch:
     )  # fmt: skip
 
 
-def e4m3_floats() -> Launch:
-    """Convert all e4m3 numbers to floats."""
-    numbers = np.arange(256, dtype=np.uint8)
-    right = numbers.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    return Launch(
-        name="e4m3 as floats", file="e4m3", entry="floats", block=128, architecture=HOPPER,
-        arguments=(numbers, np.zeros(256, np.float32), np.int32(256)), expected={1: Expected(right)},
-    )  # fmt: skip
-
-
 # ---- what tiles visit ----
 
 
@@ -1120,7 +1110,6 @@ LAUNCHES = (
     group_products("float16", 16, True, 2.0**-24),
     group_products("bfloat16", 16, True, 2.0**-133),
     e4m3_packs(),
-    e4m3_floats(),
     *(two_e4m3_products(*sizes) for sizes in ((64, 64, 64), (128, 128, 128))),
     *map(e4m3_accumulation, ("any", "few", "normal", "positive", "subnormal")),
     *(maps(*way) for way in (("float32",), ("float64",), FRAGMENTS)),

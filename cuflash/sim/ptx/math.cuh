@@ -85,7 +85,6 @@ CUFLASH_DEVICE double negative_infinity<double>() { return -__builtin_inf(); }
 CUFLASH_DEVICE float to_float(float x) { return x; }
 CUFLASH_DEVICE float to_float(Half x) { return sim::half_to_float(x.bits); }
 CUFLASH_DEVICE float to_float(BFloat16 x) { return sim::bfloat16_to_float(x.bits); }
-CUFLASH_DEVICE float to_float(Float8E4M3 x) { return sim::e4m3_to_float(x.bits); }
 
 template <class T>
 CUFLASH_DEVICE T from_float(float x);
