@@ -144,7 +144,7 @@ def flat(
     inputs : dict of (View, Source) by name
         Dense buffers, with the names that executors use.
     axes : dict of sequence of int by name
-        The axes of results in memory order, outermost first; that of the axes if missing.
+        The axes of results in memory order, outermost first. Results that it does not name are in C order.
     of_mask : sequence of Source
         The mask's arrays.
     lists : dict of Source
