@@ -5,10 +5,10 @@
     python -m experiments soak --executors gpu --processes 16 --seconds 300
 
 Draws examples from `cuflash.testing.structures`: lengths that are not multiples of a tile, masks of every kind, strided
-views, scales up to 1e4, and, with probability 1/4 each, a score function, a sink, dropout, or none of these. Runs both
-passes and divides the error of each result by its bound; Hypothesis steers the later examples of a batch towards larger
-ratios. Each drawn structure has four examples on the cpu executor, twenty on a GPU and one on the simulator, with
-numbers and scales of their own; the ledger counts structures and examples.
+views, scales up to 1e4, and, with probability 1/5 each, a score function, a sink, dropout, blocks that each query
+chooses, or none of these. Runs both passes and divides the error of each result by its bound; Hypothesis steers the
+later examples of a batch towards larger ratios. Each drawn structure has four examples on the cpu executor, twenty on a
+GPU and one on the simulator, with numbers and scales of their own; the ledger counts structures and examples.
 
 On the simulator and on a GPU a kernel is compiled before its first example, which takes as long as a hundred examples.
 Therefore all examples of a batch request the same kernel family, round head_dim and value_dim up to the same sizes, and
@@ -51,6 +51,7 @@ from cuflash import UnsupportedProblem, masks
 from cuflash.masks.content import held_arrays, held_masks
 from cuflash.planning.spec import KernelSpec
 from cuflash.testing import assertions, strategies
+from cuflash.testing.mask_strategies import chosen_blocks
 from harness import Record, machine, parse_config, read_csv, why_no_gpu, write_csv
 from hypothesis import strategies as st
 from rich.console import Console
@@ -150,7 +151,9 @@ def structures(batch: Batch) -> st.SearchStrategy[strategies.Structure]:
         room = small = {"widest": 32, "most_scores": 1 << 13, "most_rows": 400}
     drawn = functools.partial(strategies.structures, dtypes=(batch.dtype,))
     scored = drawn(**small, has_score=batch.executor == "cpu")
-    others = drawn(**room), drawn(**room, has_sink=True), drawn(**room, has_dropout=True)
+    others = (
+        drawn(**room), drawn(**room, has_sink=True), drawn(**room, has_dropout=True), drawn(**room, masks=chosen_blocks),
+    )  # fmt: skip
     if batch.executor == "cpu":
         return st.one_of(scored, *others)
     formula = formula_of(batch.round, batch.dtype)
