@@ -21,8 +21,8 @@ alternate, and each call is timed between CUDA events, with the level-2 cache fl
 of the middle half. TFLOP/s count two products forward and five backward, over the scores that the mask allows. `ratio`
 is the time of the fastest other library divided by the row's time: above 1, the row is faster than all of them.
 
-Found:  on an H200, calls with sequences of 64 to 4096 tokens take 0.97 to 1.05 times as long as with the fastest other
-library, short ones 1.07 to 1.11 times forward and 0.55 backward, and windows 0.90 to 1.05 times;
+Found:  on an H200, calls with sequences of 64 to 4096 tokens take 1.00 to 1.08 times as long as with the fastest other
+library, short ones 1.06 to 1.10 times forward and 0.55 backward, and windows 0.89 to 1.07 times;
 docs/packed_sequences.md has the table.
 
 Cost: Minutes of a GPU.

@@ -13,9 +13,9 @@ our bfloat16 kernel divided by ours. `ratio` is the time of `peer` divided by ou
 our own bfloat16 kernel. `prepare_ms` is the time of `quantize` for q, k and v, which also transposes v, and
 `prepare_share` is this time divided by our time. TFLOP/s count two products of the scores that the mask allows.
 
-Found:  on an H200, full and causal FP8 calls take 0.86 to 0.94 times as long as our own bfloat16 calls at head_dim 128,
-and 1.14 to 1.18 times at 64; lists of an eighth of the blocks take 0.88 to 0.99 times as long at 128. cuDNN's FP8 takes
-0.89 to 0.96 times our time at head_dim 128, and 0.90 to 1.02 times at 64.
+Found:  on an H200, full and causal FP8 calls take 0.89 to 0.94 times as long as our own bfloat16 calls at head_dim 128,
+and 1.09 to 1.15 times at 64; lists of an eighth of the blocks take 0.87 to 0.98 times as long at 128. cuDNN's FP8 takes
+0.86 to 0.93 times our time at head_dim 128, and 0.94 to 1.05 times at 64.
 
 Cost: Minutes of a GPU.
 """
