@@ -18,7 +18,7 @@ import cuflash
 import cupy_machine
 import numpy as np
 import pytest
-from cuflash import masks
+from cuflash import masks, testing
 from cuflash.masks.content import held_arrays
 
 pytest.importorskip("matplotlib", reason="the experiments need matplotlib: pip install -e '.[experiments]'")
@@ -263,6 +263,17 @@ def test_soak_adds_up_over_runs_and_draws_other_examples(load, tmp_path: Path) -
     assert int(total["structures"]) >= 12 and total["outside"] == "0" and total["batches"] == "2"
     assert next(soak.batches(soak.Config(dtypes=("float32",)), ledger)).number == 2
     assert soak.table(list(ledger.values())).row_count == 1
+
+
+def test_the_examples_of_a_structure_in_soak_use_the_same_kernels(load) -> None:
+    soak, formula = load("soak"), testing.formulas.Formula(tree=("add", ("load", "row"), ("load", "table")))
+    structure = testing.strategies.Structure(head_dim=8, value_dim=8, dtype="float16", score=formula)
+    used = []
+    for each in [structure, *soak.others(structure, "gpu")]:
+        example = each.example()
+        options = {"score": example.score, "wrt": example.wrt, "deterministic": soak.is_deterministic(each)}
+        used.append(cuflash.plan(example.q, example.k, example.v, executor="sim", **options)._plan.specs)
+    assert len(used) == soak.NUMBERS["gpu"] and all(specs == used[0] for specs in used)
 
 
 def test_soak_leaves_sorted_documents_to_a_gpu(load, cupy: Any) -> None:
