@@ -45,9 +45,9 @@ def call_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def parsed_call(text: str, kind: type[Any]) -> Any:
-    """Return the record of class `kind` that a text describes."""
-    classes = {each.__name__: each for each in (kind, *_RECORDS, *masks_of_library())}
+def parsed_call(text: str, *kinds: type[Any]) -> Any:
+    """Return the record that a text describes, which may contain further records of the classes `kinds`."""
+    classes = {each.__name__: each for each in (*kinds, *_RECORDS, *masks_of_library())}
     return _decoded(json.loads(text), classes)
 
 

@@ -17,6 +17,7 @@ from ..keywords import explains_keywords
 from .coordinates import LeadingArray
 
 _CONTENT = "_content_of_mask"
+UNCHECKED = "_is_unchecked"  # the attribute of a mask that a compiled function created without the mask's own checks
 
 
 class DeviceForm(NamedTuple):
@@ -166,6 +167,8 @@ def _tokens(mask: Described) -> list[Any]:
         value, holder = rest.pop()
         kind: Any = type(value)
         if isinstance(value, Described):
+            if value.__dict__.pop(UNCHECKED, False):
+                value.__post_init__()  # type: ignore[attr-defined]
             why = _undeclared(value)
             if why:
                 tokens.append(_Opaque(value, why))

@@ -159,8 +159,9 @@ def attention(
         deterministic, q_start, kv_start,
     )  # fmt: skip
     if torch.compiler.is_compiling() and out is None:
-        o, lse = compiled(q, k, v, options)
-        return (o, lse) if return_lse else o
+        results = compiled(q, k, v, options)
+        if results is not None:
+            return results if return_lse else results[0]
     return _called(q, k, v, options, out, return_lse)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from secrets import token_hex
@@ -30,18 +30,19 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import Function, _SingleLevelFunction
 
 from ..blocks.index import BlockIndex
-from ..calls._call_text import masks_of_library
 from ..dropout import Dropout
-from ..errors import UnsupportedProblem, refuse
+from ..errors import UnsupportedProblem
 from ..keywords.answers import UNTRACED
 from ..layouts import dense_strides, has_dual_level
 from ..masks.base import Mask
+from ..masks.content import UNCHECKED
 from ..planning.dropout_launches import SEED
 from ..planning.options import Options
 from ..plans import Plan
 from ..scores import Score
+from ._mask_parts import MASK, MaskOfTensors, trace_masks, constant, parts_of
 from ._tensors import Axes, Tensor, in_autocast
-from ._transformed import MASK, AnyCall, Transformed, names_of, results_of, run_pass
+from ._transformed import AnyCall, Transformed, names_of, results_of, run_pass
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 _NAMESPACE = __name__.partition(".")[0]  # so that another copy of the library has operators of its own
@@ -171,8 +172,8 @@ def _are_traced(tensors: Sequence[Tensor | None]) -> bool:
     return any(each is not None and (is_wrapped(each) or isinstance(each, fake)) for each in tensors)
 
 
-def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute o and lse within `torch.compile`, which traces this function."""
+def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
+    """Compute o and lse within `torch.compile`, which traces this function; None for a mask that no graph holds."""
     tensors: dict[str, Tensor] = dict(zip(("q", "k", "v"), in_autocast(q, k, v)))
     mask, causal, window, scale, score, softcap, bias, sink, dropout, _, *words = options[:-2]  # neither has a value
     draws: tuple[int, ...] = ()
@@ -184,7 +185,12 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         draws = seed if seed < 1 << 63 else seed - (1 << 64), offset
     if isinstance(mask, torch.Tensor):
         tensors[MASK], mask = mask, None
-    parts = _parts(mask, 16) if isinstance(mask, Mask) else None
+    of_mask: dict[str, Tensor] = {}
+    parts = parts_of(mask, of_mask) if isinstance(mask, Mask) else None
+    if parts is not None:
+        tensors.update(of_mask)
+    elif isinstance(mask, Mask) and getattr(mask, UNCHECKED, False):
+        return None
     if sink is not None:
         tensors["sink"] = sink
     if bias is not None:
@@ -193,57 +199,28 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
         for name, array in score.arrays.items():
             if isinstance(array, torch.Tensor):
                 tensors[name] = array
-    of_mask = id(mask) if parts is None and isinstance(mask, (Mask, BlockIndex)) else 0
-    of_score = id(score) if isinstance(score, Score) else 0
-    mask, score = None if parts or of_mask else mask, None if of_score else score
-    values = [_constant(each) for each in (causal, window, scale, score, softcap, drops, len(draws) > 0, *words)]
-    name = _named(tuple(tensors), of_mask, of_score, mask, parts, *values)
+    mask_id = id(mask) if parts is None and isinstance(mask, (Mask, BlockIndex)) else 0
+    score_id = id(score) if isinstance(score, Score) else 0
+    mask, score = None if parts or mask_id else mask, None if score_id else score
+    values = [constant(each) for each in (causal, window, scale, score, softcap, drops, len(draws) > 0, *words)]
+    name = _named(tuple(tensors), mask_id, score_id, mask, parts, *values)
     o, lse = _OPERATORS.forward(list(tensors.values()), draws, name)
     return o, lse
 
 
-def _parts(value: Any, depth: int) -> Any:
-    """Return the classes and numbers of a mask, which `torch.compile` compares by value; None if it has other parts."""
-    if value is None or isinstance(value, (str, int, float)):
-        return (_constant(value),)
-    names = _FIELDS.get(type(value))
-    if not depth or names is None and type(value) is not tuple:
-        return None
-    rest = value if names is None else [getattr(value, name) for name in names]
-    parts = [_parts(each, depth - 1) for each in rest]
-    return None if None in parts else (type(value), *parts)
-
-
-def _whole(parts: tuple[Any, ...]) -> Any:
-    """Return the mask of these parts."""
-    kind, *rest = parts
-    if not isinstance(kind, type):
-        return kind
-    values = map(_whole, rest)
-    return tuple(values) if kind is tuple else kind(**dict(zip(_FIELDS[kind], values)))
-
-
-def _constant(value: Any) -> Any:
-    """Return a value without symbols: a graph would take numbers that differ between calls as inputs."""
-    if isinstance(value, tuple):
-        return tuple([_constant(each) for each in value])
-    is_number = isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool)
-    return torch.fx.experimental.symbolic_shapes.guard_scalar(value) if is_number else value
-
-
 def _named(
-    names: tuple[str, ...], of_mask: int, of_score: int, mask: Any, parts: Any, causal: Any, window: Any, scale: Any,
+    names: tuple[str, ...], mask_id: int, score_id: int, mask: Any, parts: Any, causal: Any, window: Any, scale: Any,
     score: Any, softcap: Any, dropout: Any, has_draws: bool, *words: Any,
 ) -> str:  # fmt: skip
     """Return the name of a call while its function is compiled; its arguments become constants of the graph.
 
     Masks and scores are passed by `id`, 0 for none: until version 2.13, PyTorch took no such objects as constants.
     """
-    mask, score = _object_at(of_mask, mask), _object_at(of_score, score)
-    mask = _whole(parts) if parts else mask
-    if isinstance(mask, Mask) and not all(hasattr(mask, each.name) for each in fields(mask)):
-        fix = "create it before, or pass a boolean tensor"
-        refuse([f"mask must exist when a function is compiled; got a {type(mask).__name__} that it creates: {fix}"])
+    mask, score = _object_at(mask_id, mask), _object_at(score_id, score)
+    if parts:
+        mask = MaskOfTensors(parts)
+        with suppress(UnsupportedProblem):  # which the call raises when it runs
+            mask = mask if any(name.startswith(MASK) for name in names) else mask.over({})
     dropout = Dropout(dropout, seed=0) if has_draws else dropout
     options = Options(mask, causal, window, scale, score, softcap, None, None, dropout, (), *words)
     return name_of(Transformed(names, options), is_traced=True)
@@ -255,8 +232,6 @@ def _object_at(address: int, other: Any) -> Any:
 
 
 _named._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result, without its import
-_FIELDS = {kind: tuple([each.name for each in fields(kind) if each.init]) for kind in masks_of_library()}
-_OPERATIONS = ("__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__sub__", "__rsub__", "__invert__")
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
@@ -275,7 +250,7 @@ def trace(*functions: Any) -> None:
 
 
 leave_to_python(Score.__call__, Plan.forward, Plan.backward, Plan.jvp, Plan.backward_jvp)
-leave_to_python(*(getattr(Mask, name) for name in _OPERATIONS))
+trace_masks(trace)
 
 
 def _executed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -22,10 +23,10 @@ from ..masks.base import Mask
 from ..planning.dropout_launches import SEED
 from ..planning.options import DOT, Options
 from ..scores import Score
+from ._mask_parts import MASK, MaskOfTensors
 from ._passes import Call, OnGpu, looked_up_call, ran
 from ._tensors import NEW, Axes, Tensor, own_integers
 
-MASK = "mask="  # the name of a boolean tensor as mask, which no array of a score has
 _ALIGNED = ("sink", "bias")  # operands whose batch axes, if any, are aligned to the last ones of q, k and v
 
 
@@ -35,7 +36,7 @@ class Transformed:
     Attributes
     ----------
     names : tuple of str
-        The names of the tensors: q, k, v, operands and, within compiled code, a mask.
+        The names of the tensors: q, k, v, operands and, within compiled code, a mask or those of one.
     draws : tuple of int, or of torch.SymInt
         The seed, as a signed integer, and the offset of a dropout, if they are inputs of a graph.
     name : str, optional
@@ -108,7 +109,7 @@ class Transformed:
     @classmethod
     def read(cls, text: str) -> Transformed:
         """Return the call that a text describes; its tensors must be passed to each pass."""
-        names, options, parts = parsed_call(text, Options)
+        names, options, parts = parsed_call(text, Options, MaskOfTensors)
         call = cls(names, options._replace(score=Score._of_trace(*parts)) if parts else options)
         call.name, call.is_traced = text, True
         return call
@@ -140,7 +141,7 @@ class Transformed:
 
     def _keep(self, key: Hashable, call: Call) -> None:
         """Keep a call for later passes, unless it contains values of a mask that the next run of a graph replaces."""
-        if not self.is_traced or isinstance(call, OnGpu):
+        if not self.is_traced or isinstance(call, OnGpu) and not isinstance(self._options.mask, MaskOfTensors):
             self._calls[key] = call
 
     def _with_one_score(self, tensors: dict[str, Tensor], wrt: Sequence[str]) -> tuple[dict[str, Tensor], Options]:
@@ -156,6 +157,9 @@ class Transformed:
             seed, offset = self.draws or (dropout.seed, dropout.offset)
             options = options._replace(dropout=Dropout(dropout.p, tensors.get(SEED, seed % (1 << 64)), offset))
         mask = tensors.get(MASK, options.mask)
+        if isinstance(mask, MaskOfTensors):
+            with torch_gpu.stream() if tensors["q"].is_cuda else nullcontext():
+                mask = mask.over(tensors)
         options, operands = with_one_score(options._replace(mask=mask, score=score, wrt=tuple(wrt), **own))
         operands = {name: own_integers(name, each, tensors["q"]) for name, each in operands.items()}
         return {name: tensors[name] for name in ("q", "k", "v")} | operands, options
@@ -246,7 +250,7 @@ def run_pass(call: AnyCall, name: str, wrt: Sequence[str], tensors: Sequence[Ten
             return run_pass(call, name, wrt, tensors)
     if isinstance(call, Transformed):
         call = call.on({each: arrays[each] for each in call.names}, wrt)
-        arrays.pop(MASK, None)
+        arrays = {each: tensor for each, tensor in arrays.items() if not each.startswith(MASK)}
     results = call.run(name, arrays)
     if name == "jvp" or len(results) == 3 + len(wrt):
         return results

@@ -63,7 +63,9 @@ FAULTS = {
     },
     interop_guards.recorded_calls_use_their_own_mask: {
         "a graph's gradients use the mask of its last run": Edit(
-            "torch/_transformed.py", "Transformed._keep", "not self.is_traced or isinstance(call, OnGpu)", "True"
+            "torch/_transformed.py", "Transformed._keep",
+            "not self.is_traced or isinstance(call, OnGpu) and not isinstance(self._options.mask, MaskOfTensors)",
+            "True",
         ),
     },
     interop_guards.graphs_hold_texts: {
@@ -86,7 +88,7 @@ FAULTS = {
     },
     interop_guards.programs_hold_no_symbols: {
         "a length stays a symbol": Edit(
-            "torch/_operators.py", "_constant", "(int, float, torch.SymInt)", "(int, float)"
+            "torch/_mask_parts.py", "constant", "(int, float, torch.SymInt)", "(int, float)"
         ),
     },
     interop_guards.graphs_follow_numbers: {
@@ -101,23 +103,51 @@ FAULTS = {
             "torch/_operators.py", "compiled", "seed if seed < 1 << 63 else seed - (1 << 64), offset", "seed, offset"
         ),
         "an offset is a constant": Edit(
-            "torch/_operators.py", "compiled", "seed - (1 << 64), offset", "seed - (1 << 64), _constant(offset)"
+            "torch/_operators.py", "compiled", "seed - (1 << 64), offset", "seed - (1 << 64), constant(offset)"
         ),
     },
     interop_guards.equal_masks_share_a_graph: {
         "masks are compared by identity": Edit(
-            "torch/_operators.py", "compiled", "_parts(mask, 16) if isinstance(mask, Mask) else None", "None"
+            "torch/_operators.py", "compiled", "parts_of(mask, of_mask) if isinstance(mask, Mask) else None", "None"
         ),
         "numbers of masks may change within a graph": Edit(
-            "torch/_operators.py", "_parts", "return (_constant(value),)", "return (value,)"
+            "torch/_mask_parts.py", "parts_of", "return (constant(value),)", "return (value,)"
         ),
         "an array of a score may be the mask": Edit(
-            "torch/_transformed.py", None, 'MASK = "mask="', 'MASK = "mask"'
+            "torch/_mask_parts.py", None, 'MASK = "mask="', 'MASK = "mask"'
         ),
-        "a graph has no mask": Edit("torch/_operators.py", "_named", "_object_at(of_mask, mask)", "mask"),
-        "a graph has no score": Edit("torch/_operators.py", "_named", "_object_at(of_score, score)", "score"),
+        "a graph has no mask": Edit("torch/_operators.py", "_named", "_object_at(mask_id, mask)", "mask"),
+        "a graph has no score": Edit("torch/_operators.py", "_named", "_object_at(score_id, score)", "score"),
         "masks have their fields in reverse": Edit(
-            "torch/_operators.py", "_whole", "zip(_FIELDS[kind], values)", "zip(reversed(_FIELDS[kind]), values)"
+            "torch/_mask_parts.py", "_whole", "zip(_FIELDS[_KINDS[name]], values)",
+            "zip(reversed(_FIELDS[_KINDS[name]]), values)"
+        ),
+    },
+    interop_guards.graphs_create_masks: {
+        "a graph has the tensors of its first run": Edit(
+            "torch/_operators.py", "compiled", "parts_of(mask, of_mask) if isinstance(mask, Mask) else None", "None"
+        ),
+        "a graph has one tensor of a mask": Edit(
+            "torch/_mask_parts.py", "parts_of", 'f"{MASK}{len(tensors)}"', 'f"{MASK}0"'
+        ),
+        "a text has no mask of tensors": Edit(
+            "torch/_transformed.py", "Transformed.read", "parsed_call(text, Options, MaskOfTensors)",
+            "parsed_call(text, Options)"
+        ),
+        "gradients read the tensors of masks as operands": Edit(
+            "torch/_transformed.py", "run_pass", "if not each.startswith(MASK)}", "if each != MASK}"
+        ),
+        "a graph checks masks of tensors without data": Edit(
+            "torch/_mask_parts.py", "_unless_compiling", "torch.compiler.is_dynamo_compiling()", "False"
+        ),
+        "an invalid mask stops the compiler": Edit(
+            "torch/_operators.py", "_named", "with suppress(UnsupportedProblem):", "with suppress(KeyError):"
+        ),
+        "a graph contains a mask with a function": Edit(
+            "torch/_operators.py", "compiled", "getattr(mask, UNCHECKED, False)", "False"
+        ),
+        "a mask that leaves a graph stays unchecked": Edit(
+            "masks/content.py", "_tokens", "value.__dict__.pop(UNCHECKED, False)", "False"
         ),
     },
     interop_guards.graphs_keep_positions: {
@@ -125,7 +155,7 @@ FAULTS = {
             "torch/_operators.py", "compiled", "options[:-2]", "options[:-4]"
         ),
         "numbers that change are inputs of a graph": Edit(
-            "torch/_operators.py", "_constant", "if is_number else value", "if value is None else value"
+            "torch/_mask_parts.py", "constant", "if is_number else value", "if value is None else value"
         ),
     },
     interop_guards.graphs_leave_calls_to_python: {

@@ -406,6 +406,48 @@ def equal_masks_share_a_graph(library: ModuleType) -> None:
     assert (compiled(mask).numpy() == library.attention(Q, K, V, mask=mask)).all()
 
 
+def graphs_create_masks(library: ModuleType) -> None:
+    """Check masks that a compiled function creates: their tensors are inputs, and their checks run with the call."""
+    torch, module, masks = pytest.importorskip("torch"), part(library, "torch"), library.masks
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v = (torch.from_numpy(each).requires_grad_() for each in (Q, K, V))
+
+    def call(least: Any, most: Any, left: int) -> Any:
+        return module.attention(q, k, v, mask=masks.Lengths(q=most, kv=least) & masks.SlidingWindow(left, None))
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for number in range(3):
+        numbers = torch.tensor(2 + number), torch.tensor(5 + number), 2
+        ours, theirs = (torch.autograd.grad(each(*numbers).sum(), (q, k, v)) for each in (compiled, call))
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+        assert counter.frame_count == 1
+    torch._dynamo.reset()
+    closed = torch.compile(
+        lambda left: module.attention(q, k, v, mask=masks.SlidingWindow(left, 0)), backend="eager", fullgraph=True
+    )
+    for refused in (lambda: compiled(*numbers[:2], -1), lambda: closed(-1)):
+        with pytest.raises(library.UnsupportedProblem, match="left must be an int of at least 0"):
+            refused()
+    torch._dynamo.reset()
+    mixed = torch.compile(
+        lambda: module.attention(q, k, v, mask=masks.Causal() | (lambda b, h, i, j: j % 3 == 0)), backend="eager"
+    )
+    assert torch.equal(mixed(), module.attention(q, k, v, mask=masks.Causal() | (lambda b, h, i, j: j % 3 == 0)))
+    outside: list[Any] = []
+    torch.compile(lambda x: torch._dynamo.disable(outside.append)(masks.Lengths(kv=x)), backend="eager")(numbers[0])
+    assert isinstance(outside[0].kv, torch.Tensor)
+    module.attention(q, k, v, mask=outside[0])
+    assert isinstance(outside[0].kv, np.ndarray)
+    tensors, parts = {}, part(library, "torch._mask_parts")
+    mask = parts.MaskOfTensors(parts.parts_of(masks.Causal(), tensors))
+    options = part(library, "planning.options").Options(mask=mask)
+    transformed = part(library, "torch._transformed").Transformed(("q", "k", "v"), options)
+    assert type(transformed).read(transformed.text)._options.mask == mask and not tensors
+
+
 def graphs_keep_positions(library: ModuleType) -> None:
     torch, module = pytest.importorskip("torch"), part(library, "torch")
     q, k, v = map(torch.from_numpy, (Q, K, V))

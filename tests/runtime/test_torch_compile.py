@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -29,6 +30,7 @@ Q, K, V = drawn(2, 4, 32, 16, seed=0), drawn(2, 2, 32, 16, seed=1), drawn(2, 2, 
 BIAS, SINK = drawn(4, 32, 32, seed=3), drawn(4, seed=4)
 ALLOWED = BIAS[0] > 0
 SLOPES = drawn(4, seed=5).abs().requires_grad_()
+WINDOW_OF_3, COUNTS = masks.SlidingWindow(3, 0), np.array([32, 20])
 SCORE, LENGTHS = scores.alibi(SLOPES), masks.Lengths(kv=torch.tensor([32, 20]))
 WINDOW = masks.Causal() & masks.SlidingWindow(8, 0)
 INDEX = BlockIndex.from_mask(masks.Causal(), 32, 32, 16)
@@ -41,6 +43,8 @@ CALLS = {
     "bias and sink": lambda q, k, v: attention(q, k, v, bias=BIAS, sink=SINK),
     "a mask in closed form": lambda q, k, v: attention(q, k, v, mask=WINDOW),
     "a new mask": lambda q, k, v: attention(q, k, v, mask=masks.Causal("top_left")),
+    "a new window": lambda q, k, v: attention(q, k, v, mask=masks.SlidingWindow(8, 0)),
+    "new lengths": lambda q, k, v: attention(q, k, v, mask=masks.Lengths(kv=torch.tensor([32, 20]))),
     "lengths": lambda q, k, v: attention(q, k, v, mask=LENGTHS),
     "a tensor as mask": lambda q, k, v: attention(q, k, v, mask=ALLOWED),
     "an index": lambda q, k, v: attention(q, k, v, mask=INDEX),
@@ -116,6 +120,98 @@ def test_equal_masks_share_a_graph(name):
     assert counter.frame_count == 1
     for mask in (masks.SlidingWindow(5, 1), masks.Band(-5, 1), ~masks.SlidingWindow(5, 1)):
         assert torch.equal(compiled(mask), attention(Q, K, V, mask=mask))
+
+
+def numbers(most, *shape):
+    return lambda seed: torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ascending(most, *shape):
+    return lambda seed: numbers(most, *shape)(seed).sort(dim=-1).values
+
+
+OF_TENSORS = {
+    "documents": (ascending(4, 2, 32), lambda x: masks.Causal() & masks.Documents(x)),
+    "documents of queries and keys": (ascending(4, 2, 1, 32), lambda x: masks.Documents(x[0, 0], x[1, 0])),
+    "lengths": (numbers(33, 2), lambda x: masks.Lengths(q=x, kv=x) & masks.Causal()),
+    "a prefix": (numbers(33, 2), lambda x: masks.PrefixLM(x)),
+    "sequences": (ascending(33, 1), lambda x: masks.Sequences(torch.cat([0 * x, x, 0 * x + 32])) & masks.Causal()),
+    "blocks": (numbers(2, 4, 4, 4), lambda x: masks.BlockPattern(x > 0, 8) | masks.SlidingWindow(2, 2)),
+    "elements": (numbers(2, 4, 32, 32), lambda x: masks.Dense(x > 0) - masks.Dilated(3)),
+    "chosen blocks": (numbers(4, 2, 2, 32, 2), lambda x: masks.ChosenBlocks(x, 8, counts=x[..., 0] % 3)),
+    "all but": (numbers(33, 2), lambda x: masks.Causal() - (masks.Lengths(kv=x) & masks.Lengths(q=x))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_masks_of_other_tensors_share_a_graph(name, backend):
+    """A compiled function creates a mask from tensors, which are inputs of its graph."""
+    torch._dynamo.reset()
+    draw, mask_of = OF_TENSORS[name]
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(lambda q, k, v, x: attention(q, k, v, mask=mask_of(x)), backend=counter, fullgraph=True)
+    for seed in range(12):
+        x = draw(seed)
+        require_equal(
+            results(lambda *each, x=x: compiled(*each, x)),
+            results(lambda *each, x=x: attention(*each, mask=mask_of(x))),
+        )
+    assert counter.frame_count == 1
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="older compilers do not trace ~ of a new mask")
+def test_a_graph_contains_the_complement_of_a_new_mask():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: attention(Q, K, V, mask=~masks.Lengths(kv=x)), backend="eager", fullgraph=True)
+    for lengths in (torch.tensor([3, 30]), torch.tensor([0, 32])):
+        assert torch.equal(compiled(lengths), attention(Q, K, V, mask=~masks.Lengths(kv=lengths)))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name, mask_of, message", [
+    ("numbers", lambda x: masks.SlidingWindow(-3, 0), "left must be an int of at least 0"),
+    ("tensors", lambda x: masks.Documents(x[:10]), "q_ids must have shape"),
+    ("dtypes", lambda x: masks.Causal() & masks.Documents(x * 0.5), "q_ids must be an integer array"),
+])  # fmt: skip
+def test_invalid_masks_are_refused_when_a_compiled_call_runs(name, mask_of, message, fullgraph):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: attention(Q, K, V, mask=mask_of(x)), backend="eager", fullgraph=fullgraph)
+    for _ in range(2):
+        with pytest.raises(cuflash.UnsupportedProblem, match=message):
+            compiled(torch.arange(32))
+
+
+def test_masks_that_leave_a_graph_are_checked():
+    torch._dynamo.reset()
+    outside = []
+
+    @torch._dynamo.disable
+    def keep(mask):
+        outside.append(mask)
+
+    def call(left, x):
+        keep(masks.SlidingWindow(left, 0) & masks.ChosenBlocks(x, 8))
+        return 2 * x
+
+    x = numbers(4, 1, 32, 2)(0)
+    for left in (3, -3):
+        torch.compile(call, backend="eager")(left, x)
+    mask, invalid = outside
+    assert torch.equal(attention(Q, K, V, mask=mask), attention(Q, K, V, mask=masks.ChosenBlocks(x, 8) & WINDOW_OF_3))
+    with pytest.raises(cuflash.UnsupportedProblem, match="left must be an int of at least 0"):
+        attention(Q, K, V, mask=invalid)
+
+
+def test_a_mapped_tensor_of_a_mask_is_that_of_each_call():
+    torch._dynamo.reset()
+
+    def call(x):
+        return torch.vmap(lambda x: attention(Q, K, V, mask=masks.Documents(x)))(x)
+
+    x = ascending(4, 3, 32)(0)
+    o = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(o, torch.stack([attention(Q, K, V, mask=masks.Documents(each)) for each in x]))
 
 
 def test_a_deep_mask_is_compiled():
@@ -282,6 +378,12 @@ def of_numpy(q, k, v):
     return torch.from_numpy(o + vjp(o).dq)
 
 
+@torch._dynamo.disable
+def printed(mask):
+    assert repr(mask)
+    return mask
+
+
 def by_a_plan(q, k, v):
     plan = cuflash.plan(*(each.numpy() for each in (q, k, v)), causal=True)
     return torch.from_numpy(plan.forward(q.numpy(), k.numpy(), v.numpy())[0])
@@ -293,9 +395,11 @@ UNTRACED = {
     "arrays of NumPy": of_numpy,
     "a plan": by_a_plan,
     "tensors in NumPy's call": lambda q, k, v: torch.from_dlpack(cuflash.attention(q, k, v, causal=True)),
-    "a new window": lambda q, k, v: attention(q, k, v, mask=masks.SlidingWindow(8, 0)),
     "a new intersection": lambda q, k, v: attention(q, k, v, mask=masks.Causal() & LENGTHS),
-    "new lengths": lambda q, k, v: attention(q, k, v, mask=masks.Lengths(kv=torch.tensor([32, 20]))),
+    "lengths in a list": lambda q, k, v: attention(q, k, v, mask=masks.Lengths(kv=[32, 20])),
+    "lengths of NumPy": lambda q, k, v: attention(q, k, v, mask=masks.Lengths(kv=COUNTS)),
+    "a function as mask": lambda q, k, v: attention(q, k, v, mask=masks.Causal() | (lambda b, h, i, j: j % 3 == 0)),
+    "a mask that is printed": lambda q, k, v: attention(q, k, v, mask=printed(masks.Lengths(kv=torch.tensor([32, 9])))),
     "a new index": lambda q, k, v: attention(q, k, v, mask=BlockIndex.from_mask(masks.Causal(), 32, 32, 16)),
     "a new score": lambda q, k, v: attention(q, k, v, score=scores.Score(lambda s, b, h, i, j, t: s * t[h], t=SINK)),
     "a new score of the library": lambda q, k, v: attention(q, k, v, score=scores.alibi(SINK)),

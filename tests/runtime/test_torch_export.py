@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.export emits its own
 
 EXPORTED = (
     "causal", "window", "bias and sink", "a mask in closed form", "a tensor as mask", "a score", "a function as score",
-    "dropout", "an index",
+    "dropout", "new lengths", "an index",
 )  # fmt: skip
 MINE = masks.FromFunction(lambda b, h, i, j: j <= i)
 IN_ANOTHER_PROCESS = """

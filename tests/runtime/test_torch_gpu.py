@@ -14,6 +14,7 @@ from cuflash import BlockIndex, masks  # noqa: E402
 from cuflash.testing.assertions import Example, assert_within_bounds  # noqa: E402
 from cuflash.testing.tangents import Moving, assert_tangents_within_bounds  # noqa: E402
 from executors import GPU  # noqa: E402
+from test_torch_compile import OF_TENSORS, CompileCounterWithBackend, K, Q, V  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -314,6 +315,31 @@ def test_compiled_steps_in_graphs_of_cuda_have_the_bits_of_eager_ones(kind):
         allocated.append(torch.cuda.memory_allocated())
     # Results of a graph count as allocated as long as PyTorch wants, so that single steps may differ.
     assert max(allocated[6:]) <= max(allocated[3:6])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_compiled_steps_read_the_tensors_of_new_masks(name, backend):
+    """One graph computes the bits of eager calls for all contents of the tensors from which it creates a mask."""
+    if backend == "inductor":
+        pytest.importorskip("triton", reason="Inductor needs Triton")
+    torch._dynamo.reset()
+    draw, mask_of = OF_TENSORS[name]
+    counter = CompileCounterWithBackend(backend)
+
+    def call(q, k, v, x):
+        return attention(q, k, v, mask=mask_of(x), deterministic=True)
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for seed in range(4):
+        x, results = draw(seed).cuda(), []
+        for function in (compiled, call):
+            inputs = [each.cuda().requires_grad_() for each in (Q, K, V)]
+            o = function(*inputs, x)
+            results.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
