@@ -212,11 +212,11 @@ def ran(
         raise
 
 
-def _mask_layout(array: Array | Tensor) -> Hashable:
-    """Return the key of the layout of a mask's array, a tensor on a GPU or a CuPy array; None otherwise."""
-    if type(array) in PLAIN:
-        return torch_gpu.layout_key(array) if array.is_cuda else None
-    return layout_key(array)
+def _mask_layout(*arrays: Array | Tensor) -> Hashable:
+    """Return the key of the layouts of a mask's arrays: one tensor on a GPU, or CuPy arrays; None for others."""
+    if type(arrays[0]) in PLAIN:
+        return torch_gpu.layout_key(*arrays) if arrays[0].is_cuda else None
+    return layout_key(*arrays)
 
 
 def _over(arrays: Mapping[str, Array | ShapeDtype], options: Options) -> Options:

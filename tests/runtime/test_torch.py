@@ -458,6 +458,27 @@ def test_a_mask_is_listed_at_each_call_and_in_replays(machines, monkeypatch, has
     check(actual, 2)
 
 
+IDS, COUNTS = torch.arange(20) // 6, torch.tensor([[9], [20]])
+OF_ARRAYS = {
+    "documents": lambda to: masks.Documents(to(IDS), to(IDS + 1)),
+    "lengths": lambda to: masks.Causal() & masks.Lengths(q=to(COUNTS[:, 0]), kv=to(COUNTS[:, 0] - 3)),
+    "chosen blocks": lambda to: masks.ChosenBlocks(to((IDS % 3)[None, :, None]), 8, counts=to(IDS[None] % 2)),
+    "chosen blocks of lengths": lambda to: (
+        masks.ChosenBlocks(to((IDS % 3)[None, :, None]), 8) & masks.Lengths(kv=to(COUNTS[:, 0]))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_masks_of_several_tensors_on_a_gpu_are_within_their_bounds(machines, name):
+    mask = OF_ARRAYS[name](np.asarray)
+    for _ in range(2):
+        tensors = [on_device(each).requires_grad_() for each in (Q, K, V)]
+        o = attention(*tensors, mask=OF_ARRAYS[name](on_device))
+        results = o, *torch.autograd.grad(o, tensors, on_device(DO))
+        require_bounds(dict(zip(("o", "dq", "dk", "dv"), results, strict=True)), example_of(mask=mask))
+
+
 @pytest.mark.parametrize("mask", [None, LISTED, KEPT], ids=["dense", "lists", "elements"])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_a_new_seed_or_offset_of_dropout_asks_nothing_again(machines, monkeypatch, mask, has_out):
