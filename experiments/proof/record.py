@@ -15,8 +15,7 @@ texts and launch resources, and a digest of their machine code
 
 Bits on the cpu executor depend on the processor, its BLAS and NumPy; machine code depends on NVRTC's version.
 record.csv lists the versions with which the record was made. If yours differ, check out the record's commit, `make` the
-record there, and compare with that folder, `--with FOLDER`. The first kernels and times were made from a copy of the
-tree with a truncated history, so their commit, 2f05b6d5, was entered by hand.
+record there, and compare with that folder, `--with FOLDER`.
 
 `compare` compiles only kernels whose texts differ from the record's. For each change it prints the row of the record
 (-) and the row of the tree (+). A host time, scaled by the ratio of the launch times, counts as changed if it exceeds
