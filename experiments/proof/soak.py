@@ -8,8 +8,8 @@ Draws examples from `cuflash.testing.structures`: lengths that are not multiples
 views, scales up to 1e4, and, with probability 1/5 each, a score function, a sink, dropout, blocks that each query
 chooses, or none of these. Runs both passes and divides the error of each result by its bound; Hypothesis steers the
 later examples of a batch towards larger ratios. Each drawn structure has four examples on the cpu executor, twenty on a
-GPU and one on the simulator, with numbers and scales of their own; all of them use the same kernels. The ledger counts
-structures and examples.
+GPU and one on the simulator, with numbers and scales of their own, and the same kernels with few exceptions. The ledger
+counts structures and examples.
 
 On the simulator and on a GPU a kernel is compiled before its first example, which takes as long as a hundred examples.
 Therefore all examples of a batch request the same kernel family, round head_dim and value_dim up to the same sizes, and
