@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,6 +14,7 @@ from ..masks.base import Mask
 from ..masks.content import UNCHECKED
 from ._tensors import Tensor
 
+Parts: TypeAlias = tuple[Any, ...]  # as in `MaskOfTensors`
 MASK = "mask="  # the name of a boolean tensor as mask, and the start of those of a mask's tensors; no score has it
 _DEEPEST = 16
 _TUPLE = "tuple"
@@ -31,7 +32,7 @@ class MaskOfTensors(NamedTuple):
         of its elements. Otherwise one value: the name of a tensor, a number, another string, or None.
     """
 
-    parts: tuple[Any, ...]
+    parts: Parts
 
     def over(self, tensors: Mapping[str, Tensor]) -> Mask:
         """Return the mask of these tensors.
@@ -45,7 +46,7 @@ class MaskOfTensors(NamedTuple):
         return mask
 
 
-def _whole(parts: tuple[Any, ...], tensors: Mapping[str, Tensor]) -> Any:
+def _whole(parts: Parts, tensors: Mapping[str, Tensor]) -> Any:
     if len(parts) == 1:
         (value,) = parts
         return tensors[value] if isinstance(value, str) and value.startswith(MASK) else value
@@ -54,7 +55,7 @@ def _whole(parts: tuple[Any, ...], tensors: Mapping[str, Tensor]) -> Any:
     return tuple(values) if name == _TUPLE else _KINDS[name](**dict(zip(_FIELDS[_KINDS[name]], values)))
 
 
-def parts_of(value: Any, tensors: dict[str, Tensor], depth: int = _DEEPEST) -> tuple[Any, ...] | None:
+def parts_of(value: Any, tensors: dict[str, Tensor], depth: int = _DEEPEST) -> Parts | None:
     """Return the parts of a mask as in `MaskOfTensors`, and add its tensors by name; None if it has other parts.
 
     `torch.compile` traces this function, and compares the parts by value.
@@ -81,9 +82,9 @@ def constant(value: Any) -> Any:
     return torch.fx.experimental.symbolic_shapes.guard_scalar(value) if is_number else value
 
 
-def _unless_compiling(check: Callable[[Any], None]) -> Callable[[Any], None]:
+def _unless_compiling(check: Callable[[Mask], None]) -> Callable[[Mask], None]:
     @wraps(check)
-    def checked(self: Any) -> None:
+    def checked(self: Mask) -> None:
         if torch.compiler.is_dynamo_compiling():
             object.__setattr__(self, UNCHECKED, True)
         else:

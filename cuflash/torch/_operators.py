@@ -40,7 +40,7 @@ from ..planning.dropout_launches import SEED
 from ..planning.options import Options
 from ..plans import Plan
 from ..scores import Score
-from ._mask_parts import MASK, MaskOfTensors, trace_masks, constant, parts_of
+from ._mask_parts import MASK, MaskOfTensors, Parts, constant, parts_of, trace_masks
 from ._tensors import Axes, Tensor, in_autocast
 from ._transformed import AnyCall, Transformed, names_of, results_of, run_pass
 
@@ -209,8 +209,8 @@ def compiled(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
 
 
 def _named(
-    names: tuple[str, ...], mask_id: int, score_id: int, mask: Any, parts: Any, causal: Any, window: Any, scale: Any,
-    score: Any, softcap: Any, dropout: Any, has_draws: bool, *words: Any,
+    names: tuple[str, ...], mask_id: int, score_id: int, mask: Any, parts: Parts | None, causal: Any, window: Any,
+    scale: Any, score: Any, softcap: Any, dropout: Any, has_draws: bool, *words: Any,
 ) -> str:  # fmt: skip
     """Return the name of a call while its function is compiled; its arguments become constants of the graph.
 
