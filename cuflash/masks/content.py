@@ -168,7 +168,7 @@ def _tokens(mask: Described) -> list[Any]:
         kind: Any = type(value)
         if isinstance(value, Described):
             if value.__dict__.pop(UNCHECKED, False):
-                value.__post_init__()  # type: ignore[attr-defined]
+                kind.__post_init__(value)
             why = _undeclared(value)
             if why:
                 tokens.append(_Opaque(value, why))
