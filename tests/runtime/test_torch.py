@@ -22,7 +22,10 @@ import cuflash.torch  # noqa: E402
 from cuflash.calls._call import Call  # noqa: E402
 from cuflash import BlockIndex, masks, scores  # noqa: E402
 from cuflash.executors import gpu, torch_gpu  # noqa: E402
+from cuflash.planning.options import Options  # noqa: E402
 from cuflash.testing import Example, assert_within_bounds  # noqa: E402
+from cuflash.torch._mask_parts import MASK, MaskOfTensors  # noqa: E402
+from cuflash.torch._transformed import Transformed  # noqa: E402
 from refusals import reasons_of  # noqa: E402
 
 attention = cuflash.torch.attention
@@ -477,6 +480,32 @@ def test_masks_of_several_tensors_on_a_gpu_are_within_their_bounds(machines, nam
         o = attention(*tensors, mask=OF_ARRAYS[name](on_device))
         results = o, *torch.autograd.grad(o, tensors, on_device(DO))
         require_bounds(dict(zip(("o", "dq", "dk", "dv"), results, strict=True)), example_of(mask=mask))
+
+
+def test_a_recorded_call_on_a_gpu_reads_its_mask_in_each_run(machines):
+    """A mask on the host, whose values the call would keep, is refused."""
+    call = Transformed(("q", "k", "v", MASK), Options())
+    call.is_traced = True
+    for allowed in (KEPT, ~KEPT):
+        o, lse = call.forward(*map(on_device, (Q, K, V, allowed)))
+        require_bounds({"o": o, "lse": lse}, example_of(mask=masks.Dense(allowed.numpy())))
+        with pytest.raises(cuflash.UnsupportedProblem, match="mask's arrays must be on the same device as q"):
+            call.forward(*map(on_device, (Q, K, V)), allowed)
+
+
+def test_a_recorded_call_on_a_gpu_reads_the_tensors_of_its_mask_in_each_run(machines):
+    """No kernel reads the tensors of three masks, so that the plan of each run contains their values."""
+    names = [f"{MASK}{number}" for number in range(3)]
+    first, second, third = ((name,) for name in names)
+    factors = ("Lengths", ((None,), first)), ("Documents", (second, (None,))), ("Lengths", (third, (None,)))
+    call = Transformed(("q", "k", "v", *names), Options(MaskOfTensors(("And", (("tuple", factors),)))))
+    call.is_traced = True
+    for shift in (0, 2):
+        tensors = COUNTS[:, 0] - shift, IDS + (IDS > shift), COUNTS[:, 0] - 1
+        o, lse = call.forward(*map(on_device, (Q, K, V, *tensors)))
+        kv, ids, q = map(np.asarray, tensors)
+        mask = masks.Lengths(kv=kv) & masks.Documents(ids) & masks.Lengths(q=q)
+        require_bounds({"o": o, "lse": lse}, example_of(mask=mask))
 
 
 @pytest.mark.parametrize("mask", [None, LISTED, KEPT], ids=["dense", "lists", "elements"])
